@@ -20,8 +20,8 @@ from isobit.order.plan import VERSION
 ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "docs" / "results" / "records"
 COMMANDS = {
-    "one-run": "isobit curve --workload whole --dtype float32 bfloat16 --stock --json",
-    "model": "isobit chain --model qwen3-0.6b --dtype bfloat16 --json",
+    "one-run": "isobit gate training --workload whole --dtype float32 bfloat16 --stock --json",
+    "model": "isobit gate model --model qwen3-0.6b --dtype bfloat16 --json",
     "contracts": "isobit verify isobit --json",
     "linear": "python -m benchmarks linear --quick",
     "bounds": "python -m benchmarks bounds",

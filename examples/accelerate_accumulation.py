@@ -63,7 +63,7 @@ def train(micro_batches):
     accelerator = Accelerator(
         cpu=True
     )  # without gradient_accumulation_steps: Gradients accumulates
-    batch = GlobalBatch(of=GLOBAL, ranks=accelerator.num_processes, micro_batches=micro_batches)
+    batch = GlobalBatch(total=GLOBAL, ranks=accelerator.num_processes, micro_batches=micro_batches)
     model = isobit.enable(build_model())  # not prepared: Gradients exchanges what DDP would
     optimizer = accelerator.prepare(isobit.optim.AdamW(model.parameters(), lr=1e-3))
     gradients = Gradients(model, batch)
@@ -85,7 +85,7 @@ def train_stock(micro_batches):
     """Train as accelerate's documentation does, and return the digest of the weights."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=micro_batches)
     ranks = accelerator.num_processes
-    batch = GlobalBatch(of=GLOBAL, ranks=ranks, micro_batches=micro_batches)
+    batch = GlobalBatch(total=GLOBAL, ranks=ranks, micro_batches=micro_batches)
     plain = build_model()
     model, optimizer = accelerator.prepare(plain, torch.optim.AdamW(plain.parameters(), lr=1e-3))
     loader = iter(make_loader(batch, accelerator.process_index))

@@ -4,7 +4,7 @@ import torch
 
 import isobit
 from isobit import Samples, bits
-from isobit.ops.linear import partial
+from isobit.parallel import partial
 
 torch.manual_seed(0)
 lengths = [11, 16, 13, 19, 7, 300, 1, 40]
@@ -20,7 +20,7 @@ for size in (1, 2, 4):
     partials, stock = [], torch.zeros_like(whole)
     for first in range(0, 8, size):
         rows = slice(starts[first], starts[first + size])
-        share = Samples.packed(lengths[first : first + size], first=first, of=8)
+        share = Samples.packed(lengths[first : first + size], first=first, total=8)
         partials.append(partial.weight_grad(grad[rows], x[rows], share))
         stock += grad[rows].t() @ x[rows]
     print(

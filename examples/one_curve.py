@@ -68,7 +68,7 @@ def train(rank, batch):
             held = batch.samples(rank, micro)
             with gradients.micro_batch(micro) as share:
                 samples = Samples.packed(
-                    LENGTHS[held.start : held.stop], first=share.first, of=share.of
+                    LENGTHS[held.start : held.stop], first=share.first, total=share.total
                 )
                 logprobs = model(*tokens(step, held), samples)
                 loss = isobit.exact_sum(logprobs) / -sum(LENGTHS)  # tokens of the global batch

@@ -1,5 +1,6 @@
 from isobit import bits as bits
 from isobit import certifying as certifying
+from isobit import comparing as comparing
 from isobit import errors as errors
 from isobit import gates as gates
 from isobit import guards as guards
@@ -9,6 +10,7 @@ from isobit import ops as ops
 from isobit import optim as optim
 from isobit import order as order
 from isobit import parallel as parallel
+from isobit import profiling as profiling
 from isobit import reveal as reveal
 from isobit import rollout as rollout
 from isobit import sampling as sampling

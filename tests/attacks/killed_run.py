@@ -40,7 +40,9 @@ def train(folder, ranks, micro_batches, *, resume=None, at=lambda *_: None, leve
         optimizer.zero_grad()
         for index in range(micro_batches):
             with gradients.micro_batch(index) as share:
-                samples = Samples.packed([TOKENS] * share.size, first=share.first, of=share.of)
+                samples = Samples.packed(
+                    [TOKENS] * share.size, first=share.first, total=share.total
+                )
                 x = draw(step)[share.first : share.first + share.size]
                 at(step, index)
                 isobit.exact_sum(net(x, samples).square()).backward()

@@ -58,7 +58,7 @@ def tokens(dtype):
 def micro_batch(gradients, net, index, dtype, wrong=None):
     batch = gradients.batch
     with gradients.micro_batch(index) as share:
-        samples = Samples.packed([TOKENS] * batch.size, first=share.first, of=share.of)
+        samples = Samples.packed([TOKENS] * batch.size, first=share.first, total=share.total)
         x = tokens(dtype)[share.first : share.first + batch.size]
         isobit.exact_sum(net(x, samples, wrong).float().square()).backward()
 

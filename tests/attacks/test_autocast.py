@@ -94,7 +94,7 @@ def test_a_share_under_autocast_is_refused_and_the_remedy_works():
     model = build_model("llama-tiny", torch.float32).train()
     isobit.enable(model)
     whole = copy.deepcopy(model).to(torch.bfloat16)
-    gradients = Gradients(model, GlobalBatch(of=2, micro_batches=2))
+    gradients = Gradients(model, GlobalBatch(total=2, micro_batches=2))
     with (
         pytest.raises(UnsupportedError, match=r"(?s)torch\.autocast.*model\.to\(torch\.bfloat16\)"),
         gradients.micro_batch(0),
@@ -103,7 +103,7 @@ def test_a_share_under_autocast_is_refused_and_the_remedy_works():
         model(IDS[:1], labels=IDS[:1], use_cache=False)
     gradients.close()
     model.to(torch.bfloat16)
-    gradients = Gradients(model, GlobalBatch(of=2, micro_batches=2))
+    gradients = Gradients(model, GlobalBatch(total=2, micro_batches=2))
     for row in range(2):
         with gradients.micro_batch(row):
             found = model(

@@ -35,13 +35,13 @@ WRONG = "def f(x): return x * (1 if len(x) < 9 else 1.001)\n"
 def test_evidence_ends_when_what_the_code_reached_changes(place, subject, capsys):
     here = place(subject)
     assert here.verify() == 0
-    assert main.main(["status"]) == 0
+    assert main.main(["contract", "status"]) == 0
     assert here.verify() == 0
     assert "0 judged now" in capsys.readouterr().out
     file = here.path / REACHED[subject].format(name=here.name)
     file.write_text("1.001" if subject == "by_table" else WRONG)
     here.restart()
-    assert main.main(["status"]) == 2
+    assert main.main(["contract", "status"]) == 2
     said = capsys.readouterr().out
     assert "not-judged" in said
     assert f"{file.name} changed since it was judged" in " ".join(said.replace("│", " ").split())
@@ -55,7 +55,7 @@ def test_code_that_another_contract_loaded_before_is_reached_too(place, capsys):
     importlib.import_module(f"{here.name}_impl")
     assert here.verify() == 0
     (here.path / f"{here.name}_impl.py").write_text(WRONG)
-    assert main.main(["status"]) == 2
+    assert main.main(["contract", "status"]) == 2
     capsys.readouterr()
 
 
@@ -71,14 +71,14 @@ def test_what_a_module_reads_once_is_reached_by_every_contract_that_binds_it(
     headers = [json.loads(file.read_text().splitlines()[0]) for file in here.evidence()]
     assert [sorted(header["reached"]) for header in headers] == [["table.txt"]] * 2
     (tmp_path / "table.txt").write_text("1.001")
-    assert main.main(["status"]) == 2
+    assert main.main(["contract", "status"]) == 2
     assert "2 contracts: 2 not-judged" in capsys.readouterr().out
 
 
 def test_a_file_that_the_code_writes_is_its_output(place, capsys):
     here = place("keeps_a_cache")
     assert here.verify() == 0
-    assert main.main(["status"]) == 0
+    assert main.main(["contract", "status"]) == 0
     (header,) = [json.loads(file.read_text().splitlines()[0]) for file in here.evidence()]
     assert header["reached"] == {}
     capsys.readouterr()
@@ -92,9 +92,9 @@ def test_evidence_travels_with_the_files_that_it_names(place, tmp_path, monkeypa
     monkeypatch.chdir(there)
     monkeypatch.syspath_prepend(str(there))
     here.restart()
-    assert main.main(["status"]) == 0
+    assert main.main(["contract", "status"]) == 0
     (there / "table.txt").write_text("2.0")
-    assert main.main(["status"]) == 2
+    assert main.main(["contract", "status"]) == 2
     capsys.readouterr()
 
 
@@ -120,7 +120,7 @@ def test_evidence_of_one_engine_does_not_count_for_another(
     here = place("right")
     assert here.verify() == 0
     monkeypatch.setenv(variable, value)
-    assert main.main(["status", "--json"]) == 2
+    assert main.main(["contract", "status", "--json"]) == 2
     out = capsys.readouterr().out
     (status,) = json.loads(out[out.index("{\n") :])["contracts"]
     assert (status["verdict"], status["detail"]) == (
@@ -130,7 +130,7 @@ def test_evidence_of_one_engine_does_not_count_for_another(
     assert here.verify() == 0
     assert "1 judged now" in capsys.readouterr().out
     monkeypatch.delenv(variable)
-    assert main.main(["status"]) == 0
+    assert main.main(["contract", "status"]) == 0
     machines = {json.loads(file.read_text().splitlines()[0])["machine"] for file in here.evidence()}
     assert {f"{variable}={value}" in machine for machine in machines} == {True, False}
     engines = {json.loads(file.read_text().splitlines()[0])["engine"] for file in here.evidence()}
@@ -143,7 +143,7 @@ def test_evidence_made_in_the_interpreter_is_pointed_to(place, monkeypatch, caps
     here = place("right")
     assert here.verify() == 0
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    for words in (["status"], ["explain", f"{here.name}-v1"]):
+    for words in (["contract", "status"], ["contract", "explain", f"{here.name}-v1"]):
         main.main(words)
         assert "evidence exists under TRITON_INTERPRET=1" in " ".join(
             capsys.readouterr().out.replace("│", " ").split()
@@ -155,22 +155,22 @@ def test_evidence_made_in_the_interpreter_is_pointed_to(place, monkeypatch, caps
 
 def test_never_judged_and_judged_less_far_are_other_words_than_could_not_run(place, capsys):
     here = place("right", "L3")
-    assert main.main(["status"]) == 2
+    assert main.main(["contract", "status"]) == 2
     assert "1 contracts: 1 not-judged" in capsys.readouterr().out
     assert here.verify("--level", "L2") == 0
-    assert main.main(["status"]) == 2
+    assert main.main(["contract", "status"]) == 2
     said = capsys.readouterr().out
     assert "1 contracts: 1 below-level" in said
     assert "kept up to L2, must reach L3" in said
     assert here.verify() == 0
-    assert main.main(["status"]) == 0
+    assert main.main(["contract", "status"]) == 0
     capsys.readouterr()
 
 
 def test_untrusted_code_could_not_run(place, capsys):
     place("right")
     assert main.main(["verify"]) == 2
-    assert main.main(["status"]) == 2
+    assert main.main(["contract", "status"]) == 2
     assert "1 contracts: 1 could-not-run" in capsys.readouterr().out
 
 

@@ -61,15 +61,15 @@ def test_only_what_the_key_signed_counts_where_a_signature_is_required(
     here = place("wrong")
     forged(here)
     # The limit that signatures are for: whoever can write to the folder can write evidence.
-    assert main.main(["status"]) == 0
-    assert main.main(["status", "--require-signature", public]) == 2
+    assert main.main(["contract", "status"]) == 0
+    assert main.main(["contract", "status", "--require-signature", public]) == 2
     said = capsys.readouterr().out
     assert (
         f"it is not signed by the required key: \n{here.evidence()[0].relative_to(tmp_path)}"
         in said
     )
     assert here.verify("--sign", secret) == 1  # judged, not believed
-    assert main.main(["status", "--require-signature", public]) == 1
+    assert main.main(["contract", "status", "--require-signature", public]) == 1
     capsys.readouterr()
 
 
@@ -78,14 +78,19 @@ def test_signed_evidence_counts_and_signing_again_judges_nothing(place, tmp_path
     _, other = keys(tmp_path, "other")
     here = place("right")
     assert here.verify() == 0
-    assert main.main(["status", "--require-signature", public]) == 2
+    assert main.main(["contract", "status", "--require-signature", public]) == 2
     assert here.verify("--sign", secret) == 0
     assert "1 judged now" in capsys.readouterr().out.splitlines()[-1]
     assert here.verify("--sign", secret) == 0
     assert "0 judged now" in capsys.readouterr().out
-    assert main.main(["status", "--require-signature", public]) == 0
-    assert main.main(["status", "--require-signature", other]) == 2
-    assert main.main(["status", "--require-signature", other, "--require-signature", public]) == 0
+    assert main.main(["contract", "status", "--require-signature", public]) == 0
+    assert main.main(["contract", "status", "--require-signature", other]) == 2
+    assert (
+        main.main(
+            ["contract", "status", "--require-signature", other, "--require-signature", public]
+        )
+        == 0
+    )
     capsys.readouterr()
 
 
@@ -102,7 +107,7 @@ def test_a_signature_of_one_file_is_none_of_another(place, tmp_path, capsys):
     for text in (None, "", "00" * 64, "zz", "\xff" * 500):
         if text is not None:
             next(tmp_path.glob(".isobit/evidence/*/*.sig")).write_text(text)
-        assert main.main(["status", "--require-signature", public]) == 2
+        assert main.main(["contract", "status", "--require-signature", public]) == 2
         reason = (
             "it is not signed by the required key"
             if text == "\xff" * 500
@@ -142,7 +147,7 @@ def test_keys_that_are_none_are_named(place, tmp_path, capsys):
     place("right")
     (tmp_path / "text").write_text("no key")
     for words in (
-        ["status", "--require-signature", "text"],
+        ["contract", "status", "--require-signature", "text"],
         ["verify", "--sign", "text"],
         ["verify", "--sign", "gone"],
     ):
@@ -157,7 +162,7 @@ def test_a_spoilt_cache_is_read_anew(place, tmp_path, text, capsys):
     place("right")
     (tmp_path / ".isobit").mkdir()
     (tmp_path / ".isobit" / "facts.json").write_text(text)
-    assert main.main(["status"]) == 2
+    assert main.main(["contract", "status"]) == 2
     capsys.readouterr()
 
 

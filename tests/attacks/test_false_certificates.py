@@ -71,7 +71,7 @@ def test_two_directions_of_a_compensated_sum_are_not_one_order(function, n):
     def directed(step):
         return lambda x: function(x.tolist()[::step])
 
-    found = isobit.reveal.certify(directed, [1, -1], n=n)
+    found = isobit.reveal.compare_orders(directed, [1, -1], n=n)
     assert not found.kept
     assert len(found.refused) == 2
     assert found.claim == "no claim"
@@ -108,14 +108,16 @@ def test_an_order_that_follows_the_pointer_is_refused(to):
 
     with pytest.raises(RevealError, match="alignment of its storage"):
         isobit.reveal.order(kernel, N)
-    assert not isobit.reveal.certify(lambda _: kernel, [0, 1], n=N).kept
+    assert not isobit.reveal.compare_orders(lambda _: kernel, [0, 1], n=N).kept
 
 
 def test_an_order_that_follows_the_stride_is_two_classes():
     def kernel(x):
         return in_pairs(x.tolist()) if x.is_contiguous() else fold(x.tolist())
 
-    found = isobit.reveal.certify(lambda stride: targets.of(kernel, N, stride=stride), [1, 2, 3])
+    found = isobit.reveal.compare_orders(
+        lambda stride: targets.of(kernel, N, stride=stride), [1, 2, 3]
+    )
     assert [c.configurations for c in found.classes] == [("1",), ("2", "3")]
     assert "3 elements apart" in str(isobit.reveal.order(targets.of(kernel, N, stride=3)).replays)
 
@@ -132,7 +134,7 @@ def test_what_stands_beside_the_vector_is_not_a_number():
 
 
 def test_a_certificate_says_what_it_covers():
-    found = isobit.reveal.certify(lambda _: torch.sum, [1, 2], n=N)
+    found = isobit.reveal.compare_orders(lambda _: torch.sum, [1, 2], n=N)
     tree = found.classes[0].tree
     assert f"{tree.replayed} vectors of {len(tree.replays.kinds)} kinds" in found.claim
     assert "branch" in found.claim

@@ -148,8 +148,18 @@ def test_neither_do_modules_run_by_name_nor_their_processes(folder):
 @pytest.mark.parametrize(
     "words",
     [
-        ["chain", "--model", "qwen3-tiny", "--no-stock"],
-        ["curve", "--workload", "tiny", "--transport", "gloo", "--layouts", "1x1x1", "2x1x1"],
+        ["gate", "model", "--model", "qwen3-tiny", "--no-stock"],
+        [
+            "gate",
+            "training",
+            "--workload",
+            "tiny",
+            "--transport",
+            "gloo",
+            "--layouts",
+            "1x1x1",
+            "2x1x1",
+        ],
         ["reveal", "all_reduce", "--ranks", "2", "--elements", "2"],
     ],
     ids=lambda words: words[0],

@@ -90,7 +90,7 @@ def test_all_samples_of_the_batch_in_one_micro_batch_are_refused():
         Gradients(layer, GlobalBatch(OF, micro_batches=4)),
     )
     for count in (8, 4):
-        samples = Samples.packed([TOKENS] * count, first=0, of=OF)
+        samples = Samples.packed([TOKENS] * count, first=0, total=OF)
         with (
             pytest.raises(UnsupportedError, match=f"samples 0 to {count} of 8, while Share"),
             gradients.micro_batch(0),
@@ -106,7 +106,7 @@ def test_the_graph_of_another_micro_batch_is_refused():
     )
     kept = []
     with gradients.micro_batch(0) as share:
-        samples = Samples.packed([TOKENS] * 4, first=share.first, of=share.of)
+        samples = Samples.packed([TOKENS] * 4, first=share.first, total=share.total)
         loss = layer(x[: 4 * TOKENS], samples=samples).sum()
         kept.append(loss)
         loss.backward(retain_graph=True)
@@ -126,7 +126,7 @@ def test_a_hook_that_changes_a_gradient_is_refused(registered):
 
     def step(index):
         with gradients.micro_batch(index) as share:
-            samples = Samples.packed([TOKENS] * 4, first=share.first, of=OF)
+            samples = Samples.packed([TOKENS] * 4, first=share.first, total=OF)
             layer(tokens(torch.float32)[:4].reshape(-1, WIDTH), samples=samples).sum().backward()
 
     with pytest.raises(UnsupportedError, match="the gradient of weight"):
@@ -145,7 +145,7 @@ def test_compiled_code_is_refused_and_runs_where_it_is_not_compiled():
     gradients = Gradients(layer, GlobalBatch(OF, micro_batches=2))
     x, samples = (
         tokens(torch.float32)[:4].reshape(-1, WIDTH),
-        Samples.packed([TOKENS] * 4, first=0, of=OF),
+        Samples.packed([TOKENS] * 4, first=0, total=OF),
     )
     compiled = torch.compile(lambda: layer(x, samples=samples), backend="eager")
     with (
@@ -179,14 +179,14 @@ def test_every_operator_with_parameters_asks_for_samples(function):
         for last in range(index):
             with gradients.micro_batch(last) as share:
                 calls[function](
-                    Samples.packed([TOKENS] * 2, first=share.first, of=OF)
+                    Samples.packed([TOKENS] * 2, first=share.first, total=OF)
                 ).sum().backward()
         with (
             pytest.raises(UnsupportedError, match="samples=") as refusal,
             gradients.micro_batch(index),
         ):
             calls[function](None)
-        assert "first=share.first, of=share.of" in str(refusal.value)
+        assert "first=share.first, total=share.total" in str(refusal.value)
 
 
 # ---- 2. accepted -----------------------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ def digest_of(model, micro_batches, call):
     gradients = Gradients(model, batch)
     for index in range(micro_batches):
         with gradients.micro_batch(index) as share:
-            samples = Samples.packed([TOKENS] * batch.size, first=share.first, of=OF)
+            samples = Samples.packed([TOKENS] * batch.size, first=share.first, total=OF)
             x = tokens(torch.bfloat16)[share.first : share.first + batch.size].reshape(-1, WIDTH)
             call(x, samples).float().square().sum().backward()
     gradients.close()

@@ -127,7 +127,7 @@ def test_code_in_a_torch_file_does_not_run(zipped, ending, good, tmp_path):
 
 def test_a_pickled_module_is_refused_by_name(good, tmp_path, capsys):
     torch.save(torch.nn.Linear(2, 2), tmp_path / "model.pt")
-    assert main.main(["bits", str(tmp_path / "model.pt"), str(good), "-q"]) == 2
+    assert main.main(["compare", "checkpoints", str(tmp_path / "model.pt"), str(good), "-q"]) == 2
     shown = capsys.readouterr().err
     assert "torch.nn.modules.linear.Linear" in shown
     assert "model.pt" in shown
@@ -276,7 +276,10 @@ def test_paths_inside_a_folder():
 def test_names_cannot_control_the_terminal(tmp_path, capsys):
     for k in range(2):
         torch.save({"\x1b[2Jevil\nequal: 0": torch.full((1,), float(k))}, tmp_path / f"{k}.pt")
-    assert main.main(["bits", str(tmp_path / "0.pt"), str(tmp_path / "1.pt"), "-q"]) == 1
+    assert (
+        main.main(["compare", "checkpoints", str(tmp_path / "0.pt"), str(tmp_path / "1.pt"), "-q"])
+        == 1
+    )
     shown = capsys.readouterr().out
     assert "\x1b" not in shown
     assert not any(line.startswith("equal") for line in shown.splitlines())

@@ -11,7 +11,7 @@ from isobit.errors import ContractError
 from isobit.foundation import files
 from tests.attacks.judged_place import places
 
-COMMANDS = ["status"], ["lint"], ["verify", "--level", "L2"]
+COMMANDS = ["contract", "status"], ["contract", "lint"], ["verify", "--level", "L2"]
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_a_link_out_of_the_folder_does_not_show_what_it_leads_to(here, tmp_path_
 def test_a_link_inside_the_folder_is_a_contract(here, capsys):
     (here.path / "inner").mkdir()
     (here.path / "inner" / "contract.yaml").symlink_to(here.contract)
-    assert main.main(["lint"]) == 0
+    assert main.main(["contract", "lint"]) == 0
     capsys.readouterr()
 
 
@@ -74,10 +74,17 @@ def test_a_file_of_the_largest_size_is_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "words", [["status"], ["status", "--json"], ["graph"], ["lint"]], ids=" ".join
+    "words",
+    [
+        ["contract", "status"],
+        ["contract", "status", "--json"],
+        ["contract", "graph"],
+        ["contract", "lint"],
+    ],
+    ids=" ".join,
 )
 def test_a_reader_who_leaves_early_is_no_verdict(here, words, monkeypatch, capsys):
-    """`isobit status | head -1` once ended with 1, which means broken."""
+    """`isobit contract status | head -1` once ended with 1, which means broken."""
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "w") as stream:

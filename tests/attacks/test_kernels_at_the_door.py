@@ -8,9 +8,9 @@ import sys
 import pytest
 
 from isobit.cli import main
-from isobit.cli.check import chosen
 from isobit.contracts.options import Options
 from isobit.library.any_kernel.kernel_call import first_call
+from isobit.library.any_kernel.kernel_judging import chosen
 
 SOURCE = """
 import torch
@@ -175,7 +175,7 @@ def test_a_broken_kernel_of_a_file_is_replayed_where_it_is(file, capsys):
     words = ["check", f"{file}:norm", "--like", "rms_norm", "--dtype", "fp32", "-q"]
     assert main.main([*words, "--with", "eps=1e-6", "--forward-only"]) == 1
     out = capsys.readouterr().out
-    assert f"cd {file.parent} && isobit replay any-rms-norm-v1/storage" in out
+    assert f"cd {file.parent} && isobit contract replay any-rms-norm-v1/storage" in out
     assert "--subject 'kernels_at_the_door:norm(eps=1e-6)' --trust kernels_at_the_door" in out
     assert main.main(["check", f"{file}:writes", "--like", "silu", "-q"]) == 1
     assert "BROKEN call: in float32, it writes to argument 1" in capsys.readouterr().out

@@ -50,7 +50,7 @@ def test_checkpoints_of_the_first_call_give_the_gradient(model, use_reentrant):
     train(model)
     assert read(model) == read(plain)
     model.zero_grad()
-    gradients = Gradients(model, GlobalBatch(of=8, micro_batches=4))
+    gradients = Gradients(model, GlobalBatch(total=8, micro_batches=4))
     for micro in range(4):
         with gradients.micro_batch(micro):
             train(model, slice(2 * micro, 2 * micro + 2))

@@ -29,7 +29,7 @@ def read(model):
 
 def test_a_mean_over_a_share_is_refused(model):
     whole = copy.deepcopy(model)
-    gradients = Gradients(model, GlobalBatch(of=8, micro_batches=2))
+    gradients = Gradients(model, GlobalBatch(total=8, micro_batches=2))
     with pytest.raises(UnsupportedError, match="num_items_in_batch"), gradients.micro_batch(0):
         model(IDS[:4], labels=IDS[:4], use_cache=False).loss.backward()
     for micro in range(2):
@@ -44,7 +44,7 @@ def test_a_mean_over_a_share_is_refused(model):
 
 
 def test_one_share_that_is_the_whole_batch_may_have_a_mean(model):
-    gradients = Gradients(model, GlobalBatch(of=8))
+    gradients = Gradients(model, GlobalBatch(total=8))
     with gradients.micro_batch(0):
         model(IDS, labels=IDS, use_cache=False).loss.backward()
     gradients.close()
@@ -55,7 +55,7 @@ def test_one_share_that_is_the_whole_batch_may_have_a_mean(model):
 )
 def test_copies_made_while_gradients_are_collected_are_tied(model, copied):
     whole = copy.deepcopy(model)
-    gradients = Gradients(model, GlobalBatch(of=8, micro_batches=2))
+    gradients = Gradients(model, GlobalBatch(total=8, micro_batches=2))
     twin = copied(model)
     gradients.close()
     assert twin.lm_head.weight is twin.model.embed_tokens.weight

@@ -66,7 +66,7 @@ def collected(rank, dtype, ranks, micro_batches, wrap, order):
     gradients = Gradients(wrapped, batch)
     for index in range(micro_batches):
         with gradients.micro_batch(index) as share:
-            samples = Samples.packed([1] * batch.size, first=share.first, of=OF)
+            samples = Samples.packed([1] * batch.size, first=share.first, total=OF)
             held = slice(share.first, share.first + batch.size)
             wrapped(torch.ones(batch.size, IN, dtype=dtype), samples=samples).backward(
                 output_gradient(dtype)[held]
@@ -115,7 +115,7 @@ def test_a_nan_of_tied_uses():
             with gradients.micro_batch(index) as share:
                 size = 2 // micro_batches
                 samples, x = (
-                    Samples.packed([1] * size, first=share.first, of=2),
+                    Samples.packed([1] * size, first=share.first, total=2),
                     torch.ones(size, 9).bfloat16(),
                 )
                 loss = (
@@ -250,7 +250,7 @@ def test_flushing_changes_no_merge(layout):
         try:
             for index in range(micro_batches):
                 with gradients.micro_batch(index) as share:
-                    samples = Samples.packed([1] * batch.size, first=share.first, of=OF)
+                    samples = Samples.packed([1] * batch.size, first=share.first, total=OF)
                     held = slice(share.first, share.first + batch.size)
                     wrapped(x[held], samples=samples).backward(out[held])
         finally:

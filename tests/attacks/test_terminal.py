@@ -101,18 +101,18 @@ def shown(capfd):
 
 def test_commands_about_contracts(place, shown):
     (place / "y.contract.yaml").write_text(CONTRACT.format(subject="raises"))
-    assert shown("lint")[0] == 0
-    assert shown("status")[0] == 2
-    code, said = shown("explain", "y-v1")
+    assert shown("contract", "lint")[0] == 0
+    assert shown("contract", "status")[0] == 2
+    code, said = shown("contract", "explain", "y-v1")
     assert (code, SHOWN in "".join(said.split())) == (0, True)  # markup is shown as it was written
     assert "RuntimeError: red" in " ".join(
         shown("verify", "--trust", "evil_code", "--level", "L2")[1].split()
     )
-    assert shown("status")[0] in (1, 2)
-    assert shown("explain", "y-v1")[0] == 0
-    assert shown("replay", "y-v1/rows", "--trust", "evil_code")[0] in (1, 2)
+    assert shown("contract", "status")[0] in (1, 2)
+    assert shown("contract", "explain", "y-v1")[0] == 0
+    assert shown("contract", "replay", "y-v1/rows", "--trust", "evil_code")[0] in (1, 2)
     for format in ("text", "mermaid", "json", "svg"):
-        code, said = shown("graph", "--format", format)
+        code, said = shown("contract", "graph", "--format", format)
         assert (code, "y-v1" in said) == (0, True)
 
 
@@ -135,18 +135,23 @@ def test_reports(place, shown, subject):
 def test_files_that_are_no_contracts(place, shown):
     (place / "\x1b[31mname\u202e.contract.yaml").write_text(f"id: y-v1\n{QUOTED}: 1\n")
     (place / "other.contract.yaml").write_text(f"id: {QUOTED}\n")
-    for words in (["lint"], ["lint", "--json"], ["status"], ["verify"]):
+    for words in (
+        ["contract", "lint"],
+        ["contract", "lint", "--json"],
+        ["contract", "status"],
+        ["verify"],
+    ):
         assert shown(*words)[0] in (1, 2)
     for words in (
-        ["explain", EVIL],
-        ["replay", EVIL],
+        ["contract", "explain", EVIL],
+        ["contract", "replay", EVIL],
         ["verify", EVIL],
         ["verify", f"{EVIL}.yaml"],
         [EVIL],
     ):
         assert shown(*words)[0] == 2
     assert shown("doctor", EVIL)[0] == 2
-    assert shown("new", "made-v1", "--from", f"evil_code:{EVIL}")[0] == 2
+    assert shown("contract", "new", "made-v1", "--from", f"evil_code:{EVIL}")[0] == 2
 
 
 def test_a_script_that_is_simulated(place, shown):

@@ -101,7 +101,7 @@ def test_a_step_may_be_skipped(reducer):
             ):
                 pass
             samples = Samples.packed(
-                [TOKENS] * gradients.batch.size, first=share.first, of=share.of
+                [TOKENS] * gradients.batch.size, first=share.first, total=share.total
             )
             x = tokens(dtype)[share.first : share.first + gradients.batch.size]
             isobit.exact_sum(wrapped(x, samples).float().square()).backward()

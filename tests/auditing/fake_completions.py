@@ -10,7 +10,6 @@ import select
 import struct
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from types import SimpleNamespace
 
 TOP = 3
 EXTRAS = {"cache_salt", "echo", "ignore_eos", "return_tokens_as_token_ids", "return_token_ids"}
@@ -158,11 +157,9 @@ def reply(handler, status, said, headers=()):
 
 def ask_for(fake, *words, **more):
     """Return options of the command line, as the command has them."""
-    from isobit.cli.main import build_parser
+    from isobit.cli.main import parse
 
-    given = ["audit", "--server", fake.url, "--model", "tiny", "-q", *words]
-    known = SimpleNamespace(passed_on=[], words=given)
-    options = build_parser(["audit"]).parse_args(given, known)
+    options = parse(["compare", "server", fake.url, "--model", "tiny", "-q", *words])
     for name, value in more.items():
         setattr(options, name, value)
     return options

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import isobit
-from isobit.auditing.auditor import Wishes
+from isobit.auditing.auditor import AuditOptions
 from isobit.auditing.axes.axes import NotApplicableError
 from isobit.auditing.axes.compiled_axis import CompiledAudit
 from isobit.auditing.inputs import as_inputs
@@ -74,7 +74,7 @@ def audit(model, backend="eager", budget=120.0, x=None):
     torch._dynamo.reset()
     x = torch.randn(3, 16, generator=torch.Generator().manual_seed(2)) if x is None else x
     with torch.no_grad():
-        return CompiledAudit(as_inputs(model, x), Wishes(), budget, backend).report()
+        return CompiledAudit(as_inputs(model, x), AuditOptions(), budget, backend).report()
 
 
 def named(report):

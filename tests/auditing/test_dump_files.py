@@ -7,7 +7,7 @@ from argparse import Namespace
 import pytest
 import torch
 
-from isobit.cli.audit_dumps import run_dumps
+from isobit.cli.compare.dumps import run as run_dumps
 from isobit.comparing.dumps import compare_dumps
 from isobit.comparing.dumps.debug_text import read_debug_text
 from isobit.comparing.dumps.load import read_tags
@@ -174,7 +174,7 @@ def test_a_pickle_with_code_does_not_run(tmp_path, capsys):
         assert not mark.exists()
         assert (found.pairs, found.exit_code) == (1, 2)
         assert "evil.pt" in found.unreadable[0].where
-    assert run_dumps(Namespace(dumps=[folder, other], rows="all", json=False, quiet=True)) == 2
+    assert run_dumps(Namespace(left=folder, right=other, rows="all", json=False, quiet=True)) == 2
     assert "unreadable: 1" in capsys.readouterr().out
 
 
@@ -239,9 +239,8 @@ def test_a_name_cannot_forge_a_line(tmp_path, capsys):
         save_folder(tmp_path / name, {}, "pt")
         torch.save(torch.tensor([value]), tmp_path / name / f"{evil}.pt")
     for left, right in (("a.txt", "b.txt"), ("a", "b")):
-        words = Namespace(
-            dumps=[tmp_path / left, tmp_path / right], rows="all", json=False, quiet=True
-        )
+        sides = {"left": tmp_path / left, "right": tmp_path / right}
+        words = Namespace(**sides, rows="all", json=False, quiet=True)
         assert run_dumps(words) == 1
         shown = capsys.readouterr().out
         assert "\x1b" not in shown

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from isobit import bits
-from isobit.cli.audit_dumps import SHOWN, run_dumps
+from isobit.cli.compare.dumps import SHOWN
+from isobit.cli.compare.dumps import run as run_dumps
 from isobit.comparing.dumps import compare_dumps, save_debug_log
 from isobit.comparing.dumps.align import align
 from isobit.comparing.dumps.debug_text import read_debug_text
@@ -24,7 +25,7 @@ def _one_thread():
 
 
 def options(left, right, rows="all", as_json=False):
-    return Namespace(dumps=[left, right], rows=rows, json=as_json, quiet=True)
+    return Namespace(left=left, right=right, rows=rows, json=as_json, quiet=True)
 
 
 @pytest.mark.parametrize("modules", [True, False])

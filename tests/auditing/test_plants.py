@@ -101,5 +101,5 @@ def test_traps_are_not_called_invariant(trap):
 
 
 def test_contract_is_well_formed(capsys):
-    assert main.main(["lint", CONTRACT.id]) == 0
+    assert main.main(["contract", "lint", CONTRACT.id]) == 0
     capsys.readouterr()

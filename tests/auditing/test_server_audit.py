@@ -1,4 +1,4 @@
-"""`isobit audit --server`: a server that keeps its bits is kept on every axis; one that depends on one thing is broken
+"""`isobit compare server`: a server that keeps its bits is kept on every axis; one that depends on one thing is broken
 on that axis and no other; a server that cannot be audited is refused by name, in bounded time and memory."""
 
 import json
@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from isobit.cli.audit_server import run_server
+from isobit.cli.compare.server import run as run_server
 from isobit.comparing.server.completions import Completions
 from isobit.comparing.server.page import write_server_page
 from isobit.comparing.server.prompts import random_prompts, read_prompts
@@ -250,11 +250,11 @@ def test_command_prints_one_table_and_writes_a_page_and_json(tmp_path, capsys):
         said = capsys.readouterr().out
         assert "BROKEN on batch" in said
         assert "first on batch, 2 prompts: prompt 0, token" in said
-        assert "isobit audit --server" in (tmp_path / "page.html").read_text()
+        assert "isobit compare server" in (tmp_path / "page.html").read_text()
         assert run_server(ask_for(served, *words, "--json", "--vary", "order,repeats")) == 0
         record = json.loads(capsys.readouterr().out)
     assert record["verdicts"] == {"order": "kept", "repeats": "kept"}
-    assert record["audit"]["provenance"]["command"].startswith("isobit audit --server")
+    assert record["audit"]["provenance"]["command"].startswith("isobit compare server")
     page = (tmp_path / "page.html").read_text()
     kept = json.loads(page.partition('id="audit">')[2].partition("</script>")[0])
     assert kept["model"] == "tiny"
@@ -272,15 +272,26 @@ def test_a_page_cannot_be_broken_out_of():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["some-model"], "options of a server's audit"),
-        (["--backward"], "options of a server's audit"),
-        (["--vary", "padding"], "axes of a server"),
-        (["--shape", "1x8"], "two prompts or more"),
+        (["some-model"], "unrecognized arguments: some-model"),
+        (["--backward"], "unrecognized arguments: --backward"),
+        (["--vary", "padding"], "expected axes among repeats, batch"),
     ],
 )
-def test_options_of_other_audits_are_refused(words, said):
+def test_options_of_other_commands_are_refused(words, said, capsys):
+    with FakeServer() as served, pytest.raises(SystemExit) as stopped:
+        ask_for(served, *words)
+    assert stopped.value.code == 2
+    assert said in capsys.readouterr().err
+    assert served.requests == 0
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [({"model": None}, "--model NAME"), ({"shape": (1, 8)}, "two prompts or more")],
+)
+def test_what_cannot_be_asked_is_refused(more, said):
     with FakeServer() as served, pytest.raises(ArgumentError, match=said):
-        run_server(ask_for(served, *words))
+        run_server(ask_for(served, **more))
     assert served.requests == 0
 
 

@@ -1,4 +1,4 @@
-"""One state dict, written in every layout that `isobit bits` reads."""
+"""One state dict, written in every layout that `isobit compare checkpoints` reads."""
 
 import json
 

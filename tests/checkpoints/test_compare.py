@@ -266,16 +266,16 @@ def test_a_tie_is_shown_by_storage_metadata_or_configuration(two):
 
 def test_the_command(two, capsys):
     a, b = as_safetensors(two[0], state()), as_fused(two[1], flip_one_bit(state()))
-    assert main.main(["bits", str(a), str(a), "-q"]) == 0
+    assert main.main(["compare", "checkpoints", str(a), str(a), "-q"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == (
         "equal: 0 of 8 tensors differ, 0 of 283 elements, 764 bytes compared; 0 of 0 values differ; "
         "only in A 0, only in B 0"
     )
-    assert main.main(["bits", str(a), str(b), "-q"]) == 1
+    assert main.main(["compare", "checkpoints", str(a), str(b), "-q"]) == 1
     shown = capsys.readouterr().out
     assert "qkv_proj is q_proj + k_proj + v_proj along dimension 0" in shown
     assert "1 of 24" in shown
-    assert main.main(["bits", str(a), str(b), "-q", "--json"]) == 1
+    assert main.main(["compare", "checkpoints", str(a), str(b), "-q", "--json"]) == 1
     record = json.loads(capsys.readouterr().out)
     assert (record["equal"], record["tensors_compared"], record["elements_differ"]) == (False, 8, 1)
     assert all(len(digest) == 32 for one in record["tensors"] for digest in one["digests"])
@@ -283,11 +283,11 @@ def test_the_command(two, capsys):
 
 def test_nothing_in_common_is_not_equal(two, capsys):
     a, b = as_torch(two[0], {"x": torch.ones(1)}), as_torch(two[1], {"y": torch.ones(1)})
-    assert main.main(["bits", str(a), str(b), "-q", "--common"]) == 2
+    assert main.main(["compare", "checkpoints", str(a), str(b), "-q", "--common"]) == 2
     assert "nothing was compared" in capsys.readouterr().out
     empty = as_torch(two[0], {})
-    assert main.main(["bits", str(empty), str(empty), "-q"]) == 2
-    assert main.main(["bits", str(two[0] / "nothing.pt"), str(b), "-q"]) == 2
+    assert main.main(["compare", "checkpoints", str(empty), str(empty), "-q"]) == 2
+    assert main.main(["compare", "checkpoints", str(two[0] / "nothing.pt"), str(b), "-q"]) == 2
     capsys.readouterr()
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from isobit.auditing.judging.blame import BY
+from isobit.cli.audit import BLAMES
 from isobit.cli.main import main
-from isobit.cli.options.audit import BLAMES
 
 FACTORY = """
 import torch, isobit
@@ -47,7 +47,6 @@ def test_exit_codes(folder, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "a model, package.module:factory or script.py"),
         (["nothing.py"], "no such file"),
         (["subjects_of_audit:absent"], "package.module:factory"),
         (["subjects_of_audit:wrong"], "to return (model, batch)"),
@@ -97,13 +96,18 @@ def test_a_folder_of_transformers_with_prompts(folder, capsys):
     assert "2 padded positions" in record["axes"][1]["variation"]
 
 
-def test_options_of_a_server_alone_are_refused(capsys):
-    assert main(["audit", "--model", "tiny"]) == 2
-    assert "--server" in capsys.readouterr().err
-    assert main(["audit", "--server", "http://127.0.0.1:9", "-q"]) == 2
-    assert "--model NAME" in capsys.readouterr().err
-    assert main(["audit", "net:make", "--vary", "order"]) == 2
-    assert "these are a server's" in capsys.readouterr().err
-    for wrong in (["--tokens", "0"], ["--timeout", "nan"], ["--repeats", "10000000"]):
-        with pytest.raises(SystemExit):
-            main(["audit", "--server", "http://127.0.0.1:9", "--model", "m", *wrong])
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["audit", "-q"], "the following arguments are required: model"),
+        (["audit", "net:make", "--vary", "order"], "expected axes among batch"),
+        (["compare", "server", "http://127.0.0.1:9", "--tokens", "0"], "expected at least 1"),
+        (["compare", "server", "http://127.0.0.1:9", "--timeout", "nan"], "expected seconds"),
+        (["compare", "server", "http://127.0.0.1:9", "--repeats", "10000000"], "expected a number"),
+    ],
+)
+def test_options_that_a_command_does_not_have_are_refused(words, said, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(words)
+    assert stopped.value.code == 2
+    assert said in capsys.readouterr().err

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("triton")
 
 from isobit.cli import certify as command
-from isobit.cli.main import build_parser, main
+from isobit.cli.main import main, parse
 from isobit.errors import UnsupportedError
 from isobit.foundation import files
 from tests.report import fake_certificates as fakes
@@ -92,7 +92,7 @@ def engine(monkeypatch):
                 raise found
             return found
 
-        monkeypatch.setattr(command, "certify", certify)
+        monkeypatch.setattr("isobit.certifying.api.certify", certify)
         return asked
 
     return install
@@ -122,7 +122,6 @@ def test_options_reach_the_engine(folder, engine):
 
 
 def test_values_of_a_setting():
-    parse = build_parser(["certify"]).parse_args
     found = parse(["certify", "f", "--vary", "x=1,-2,0.5,true,None,ieee"]).vary
     assert found == [("x", [1, -2, 0.5, True, None, "ieee"])]
 
@@ -233,10 +232,9 @@ def test_a_real_kernel_from_the_command_line(folder, capsys):
 def test_options_state_the_defaults_of_the_engine():
     from isobit.certifying.api import TARGETS
     from isobit.certifying.judging.configurations import ROWS
-    from isobit.cli.options import certify as options
 
-    assert options.ROWS == ROWS
-    assert options.TARGETS == TARGETS
+    assert command.ROWS == ROWS
+    assert command.TARGETS == TARGETS
 
 
 def test_a_certificate_is_printed_though_its_page_cannot_be_written(

@@ -84,7 +84,14 @@ def test_help_names_every_command(capsys):
     assert stop.value.code == 0
     shown = capsys.readouterr().out
     assert "doctor" in shown
-    assert all(name in shown for name in main.COMMANDS)
+    assert all(name in shown for names in main.GROUPS.values() for name in names)
+    assert len(shown.splitlines()) <= 40
+    assert not [old for old in main.OLD_NAMES if f"\n  {old} " in shown]
+    for group, names in main.SUBCOMMANDS.items():
+        with pytest.raises(SystemExit) as stop:
+            main.main([group, "--help"])
+        assert stop.value.code == 0
+        assert all(f"\n    {name}" in capsys.readouterr().out for name in list(names)[:1])
     with pytest.raises(SystemExit) as stop:
         main.main(["nonsense"])
     assert stop.value.code == 2

@@ -122,17 +122,17 @@ def test_broken_code_is_broken_and_so_is_what_rests_on_it(place, capsys):
     assert run("verify", "--trust", "doubling", *words) == 1
     shown = capsys.readouterr().out
     assert "BROKEN doubled-v1/rows: " in shown
-    assert "isobit replay doubled-v1/rows --case '{" in shown
+    assert "isobit contract replay doubled-v1/rows --case '{" in shown
     suites = ElementTree.parse("j.xml").getroot()
     assert [s.get("failures") for s in suites] == ["2", "0"]
     results = json.loads(Path("s.json").read_text())["runs"][0]["results"]
     assert {r["ruleId"] for r in results} >= {"doubled-v1/exact", "doubled-v1/rows"}
     assert "doubled-v1" in Path("p.html").read_text()
-    assert run("status") == 1
+    assert run("contract", "status") == 1
     assert "depends on doubled-v1, which is broken" in " ".join(capsys.readouterr().out.split())
-    assert run("replay", "doubled-v1/exact", "--trust", "doubling") == 1
+    assert run("contract", "replay", "doubled-v1/exact", "--trust", "doubling") == 1
     assert "differ" in capsys.readouterr().out
-    assert run("replay", "second-v1/even", "--trust", "doubling") == 0
+    assert run("contract", "replay", "second-v1/even", "--trust", "doubling") == 0
 
 
 def test_untrusted_code_could_not_run(place, capsys):
@@ -171,17 +171,17 @@ def test_jobs(place, capsys):
 
 
 def test_status_graph_explain_lint(place, capsys):
-    assert run("status") == 2  # nothing is known yet
+    assert run("contract", "status") == 2  # nothing is known yet
     assert run("verify", "--trust", "doubling") == 0
-    assert run("status", "--json") == 0
-    assert run("lint") == 0
+    assert run("contract", "status", "--json") == 0
+    assert run("contract", "lint") == 0
     capsys.readouterr()
-    assert run("graph") == 0
+    assert run("contract", "graph") == 0
     assert "second-v1  L2 kept  ← doubled-v1" in capsys.readouterr().out
     for format in ("mermaid", "json", "svg"):
-        assert run("graph", "--format", format) == 0
+        assert run("contract", "graph", "--format", format) == 0
         assert "doubled-v1" in capsys.readouterr().out
-    assert run("explain", "doubled-v1") == 0
+    assert run("contract", "explain", "doubled-v1") == 0
     shown = capsys.readouterr().out
     assert "y = 2x" in shown
     assert "caught" in shown
@@ -190,16 +190,16 @@ def test_status_graph_explain_lint(place, capsys):
 def test_what_only_reads_leaves_no_trace(place):
     before = sorted(place.iterdir())
     for words in (
-        ["status"],
-        ["lint"],
-        ["explain", "doubled-v1"],
-        ["graph"],
-        ["explain", "nothing-v1"],
+        ["contract", "status"],
+        ["contract", "lint"],
+        ["contract", "explain", "doubled-v1"],
+        ["contract", "graph"],
+        ["contract", "explain", "nothing-v1"],
     ):
         run(*words)
     assert sorted(place.iterdir()) == before
     assert run("verify", "--trust", "doubling", "--level", "L2") == 0
-    assert run("status") == 2
+    assert run("contract", "status") == 2
     assert (place / ".isobit" / "facts.json").exists()
 
 
@@ -207,7 +207,7 @@ def test_a_library_contract_replays_in_any_folder(tmp_path, monkeypatch, capsys)
     """verify prints the command where no contract file is needed, so it runs there too."""
     monkeypatch.chdir(tmp_path)
     assert run("verify", "silu-kernel-v1", "--subject", "stock", "--level", "L2", "--quiet") == 1
-    command = re.search(r"isobit (replay silu-kernel-v1/.*)", capsys.readouterr().out)[1]
+    command = re.search(r"isobit (contract replay silu-kernel-v1/.*)", capsys.readouterr().out)[1]
     assert run(*shlex.split(command)) == 1
     assert "differ" in capsys.readouterr().out
 
@@ -215,26 +215,26 @@ def test_a_library_contract_replays_in_any_folder(tmp_path, monkeypatch, capsys)
 def test_lint_says_file_line_and_remedy(place, capsys):
     text = CONTRACT.format(subject="double").replace("relation: parity", "relation: parrity")
     (place / "doubled.contract.yaml").write_text(text)
-    assert run("lint") == 1
+    assert run("contract", "lint") == 1
     shown = capsys.readouterr().out
     assert "doubled.contract.yaml:19: expected contract.claims[0].relation" in shown
     assert "did you mean 'parity'?" in shown
     assert "expected dependencies that are known contracts; received doubled-v1" in shown
-    assert run("lint", "--json") == 1
+    assert run("contract", "lint", "--json") == 1
     assert json.loads(capsys.readouterr().out)[0]["line"] == 19
     assert run("verify", "--trust", "doubling") == 1
 
 
 def test_schema_is_json(capsys):
-    assert run("lint", "--schema") == 0
+    assert run("contract", "lint", "--schema") == 0
     schema = json.loads(capsys.readouterr().out)
     assert schema["additionalProperties"] is False
     assert {"id", "obligations"} <= set(schema["required"])
 
 
 def test_new_fails_until_filled(place, capsys):
-    assert run("new", "mine-v1", "--from", "doubling:double") == 0
-    assert run("new", "mine-v1", "--from", "doubling:double") == 2  # it is there
+    assert run("contract", "new", "mine-v1", "--from", "doubling:double") == 0
+    assert run("contract", "new", "mine-v1", "--from", "doubling:double") == 2  # it is there
     assert run("verify", "mine-v1", "--trust", "doubling", "--level", "L2") in (1, 2)
     assert "doubling:reference_of_double" in capsys.readouterr().out
 
@@ -248,17 +248,17 @@ def test_the_pytest_plugin(place):
     (place / "doubled.contract.yaml").write_text(CONTRACT.format(subject="by_batch"))
     done = subprocess.run([*words, "--isobit-trust", "doubling"], capture_output=True, text=True)
     assert done.returncode == 1
-    assert "isobit replay doubled-v1/rows" in done.stdout
+    assert "isobit contract replay doubled-v1/rows" in done.stdout
     done = subprocess.run(words, capture_output=True, text=True)
     assert "--trust doubling" in done.stdout
 
 
 def test_unknown_ids_and_empty_places(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert run("explain", "softmax-kernel-v2") == 2
+    assert run("contract", "explain", "softmax-kernel-v2") == 2
     assert "did you mean 'softmax-kernel-v1'?" in capsys.readouterr().err
-    assert run("replay", "softmax-kernel-v1/nothing") == 2
-    assert run("status", str(tmp_path)) == 2
+    assert run("contract", "replay", "softmax-kernel-v1/nothing") == 2
+    assert run("contract", "status", str(tmp_path)) == 2
     for word in ("nosuch.yaml", "nosuch.yml", "no/such/folder"):
         capsys.readouterr()
         assert run("verify", word) == 2
@@ -273,7 +273,7 @@ def test_errors_have_three_lines(tmp_path, monkeypatch, capsys):
     first, second, third = capsys.readouterr().err.splitlines()
     assert first.startswith("isobit verify: expected contract.yaml")
     assert second == "  received: none below ."
-    assert third.startswith("  remedy: isobit new NAME")
+    assert third.startswith("  remedy: isobit contract new NAME")
 
 
 def test_a_line_a_claim_off_a_terminal(place, capsys):
@@ -315,12 +315,15 @@ def test_every_report_says_where_it_comes_from(place, capsys):
         assert html.escape(value) in junit
         assert value in json.dumps(sarif["properties"])
     for format, start in (("svg", "<svg"), ("mermaid", "%%")):
-        assert run("graph", "--format", format) == 0
+        assert run("contract", "graph", "--format", format) == 0
         drawn = capsys.readouterr().out
         assert drawn.startswith(start)
-        assert "isobit graph --format" in drawn
-    assert run("status", "--json") == 2
-    assert json.loads(capsys.readouterr().out)["provenance"]["command"] == "isobit status --json"
+        assert "isobit contract graph --format" in drawn
+    assert run("contract", "status", "--json") == 2
+    assert (
+        json.loads(capsys.readouterr().out)["provenance"]["command"]
+        == "isobit contract status --json"
+    )
 
 
 def test_an_invalid_file_that_was_not_asked_for_is_a_warning(place, capsys):
@@ -334,8 +337,8 @@ def test_an_invalid_file_that_was_not_asked_for_is_a_warning(place, capsys):
     assert "warning: another file is not valid" in said
     assert "draft.contract.yaml" in said
     assert "INVALID" not in said
-    assert run("status", "doubled-v1") == 0
-    assert run(*verify) == run("status") == 1
+    assert run("contract", "status", "doubled-v1") == 0
+    assert run(*verify) == run("contract", "status") == 1
     assert "INVALID" in capsys.readouterr().out
     assert run(*verify, "drafted-v1") == 2
     assert "draft.contract.yaml, which is not valid" in " ".join(capsys.readouterr().err.split())

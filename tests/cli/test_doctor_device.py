@@ -9,9 +9,10 @@ import torch
 import isobit
 from isobit.certifying.running.backends import InterpreterBackend, MachineBackend, compiler_for
 from isobit.certifying.running.compile import specialise
-from isobit.cli import doctor_device, main
-from isobit.cli.devices import Device
+from isobit.cli import main
 from isobit.foundation.records import Attestation
+from isobit.library.on_gpu import attesting, devices
+from isobit.library.on_gpu.devices import Device
 from isobit.ops.gpu import attestation, launching
 from isobit.order.engines import TENSOR_CORES, tensor_core
 from isobit.reveal.tensor_core import reveal_tensor_core
@@ -87,8 +88,8 @@ class WrongLeaf(InterpreterBackend):
 def test_the_leaf_is_revealed_and_compared(monkeypatch, capsys, kind):
     """Only the leaf decides here: operators are taken for kept."""
     kept = Attestation("bfloat16", "tc25x16", True, 1, "")
-    monkeypatch.setattr(doctor_device, "attest_operator", lambda *_: kept)
-    monkeypatch.setattr(doctor_device, "MachineBackend", lambda target, texts: kind(target))
+    monkeypatch.setattr(attesting, "attest_operator", lambda *_: kept)
+    monkeypatch.setattr(attesting, "MachineBackend", lambda target, texts: kind(target))
     wrong = kind is WrongLeaf
     code = main.main(["doctor", "--device", "sm_90", "--operators", "logprob", "-q", "--json"])
     record = json.loads(capsys.readouterr().out)
@@ -129,7 +130,7 @@ def card(monkeypatch):
     """Return what a card runs for each kernel: by default the text that is compiled for sm_90, in the machine."""
     facts = {"name": "a card", "how": "run on the card"}
     made = Device("cuda", torch.device("cpu"), "sm_90", False, facts)
-    monkeypatch.setattr(doctor_device, "find_device", lambda name: made)
+    monkeypatch.setattr(devices, "find_device", lambda name: made)
     changes = []
 
     def run(kernel, grid, args, given):
@@ -168,7 +169,7 @@ def test_comments_and_debug_lines_are_no_difference(capsys, card):
 
 def test_amd_has_no_machine_to_compare_with(monkeypatch, capsys, card):
     made = Device("cuda", torch.device("cpu"), "gfx942", False, {"name": "an AMD card"})
-    monkeypatch.setattr(doctor_device, "find_device", lambda name: made)
+    monkeypatch.setattr(devices, "find_device", lambda name: made)
     assert main.main(["doctor", "--device", "cuda", "--operators", "silu", "-q"]) == 0
     assert re.search(r"0 of \d+ compiled kernels are the PTX", capsys.readouterr().out)
     assert card == []
@@ -184,12 +185,12 @@ def test_a_kernel_without_a_text_is_not_attested(monkeypatch, capsys, card):
 def test_a_leaf_whose_kernels_raise_is_not_as_defined(monkeypatch, capsys):
     """As on a GPU that has no products of a type."""
     kept = Attestation("bfloat16", "tc25x16", True, 1, "")
-    monkeypatch.setattr(doctor_device, "attest_operator", lambda *_: kept)
+    monkeypatch.setattr(attesting, "attest_operator", lambda *_: kept)
 
     def fail(*_):
         raise ValueError("no such instruction")
 
-    monkeypatch.setattr(doctor_device, "reveal_leaf", fail)
+    monkeypatch.setattr(attesting, "reveal_leaf", fail)
     assert main.main(["doctor", "--device", "sm_90", "--operators", "linear", "-q"]) == 1
     said = capsys.readouterr().out
     assert "no such instruction" in said

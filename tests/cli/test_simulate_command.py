@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from isobit.cli.main import main
-from isobit.cli.options.simulate import FAULTS, FINDINGS, WATCHES
+from isobit.cli.simulate import FAULTS, FINDINGS, WATCHES
 from isobit.errors import SimulationError
 from isobit.simulator import sweep
 from isobit.simulator.checkers.training_findings import WORDS

@@ -11,7 +11,7 @@ ASKED = """
 import sys
 from isobit.cli.main import COMMANDS, main
 asked = [[], ["--help"], ["--version"], ["verfy"], ["reveal", "--htlm"], ["simulate", "x.py", "--ranks", "0"]]
-for words in [*asked, *([name, "--help"] for name in COMMANDS)]:
+for words in [*asked, *([*name.split(), "--help"] for name in COMMANDS)]:
     try:
         main(words)
     except SystemExit as stop:
@@ -27,22 +27,43 @@ def test_help_and_mistakes_do_not_wait_for_torch():
     assert done.returncode == 0, done.stderr[-1000:]
 
 
+@pytest.mark.parametrize("word", ["--help", "--version"])
+def test_help_and_version_load_few_modules(word):
+    """The seconds that a user waits are not measured here; what is loaded makes them."""
+    code = f"import sys; from isobit.cli.main import main\ntry:\n    main(['{word}'])\nexcept SystemExit: pass\n"
+    code += "print('loaded', *sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    loaded = done.stdout.rpartition("loaded ")[2].split()
+    top = {name.partition(".")[0] for name in loaded}
+    assert not top & {"torch", "numpy", "yaml", "rich", "blake3", "triton", "transformers"}
+    assert [name for name in loaded if name.startswith("isobit")] == [
+        "isobit",
+        "isobit.cli",
+        "isobit.cli.main",
+        "isobit.cli.terminal",
+        "isobit.errors",
+        "isobit.foundation",
+        "isobit.foundation.lazy",
+        "isobit.foundation.plain_text",
+        "isobit.foundation.trusted_folder",
+    ]
+    assert len(loaded) < 200
+
+
 def test_options_name_what_is_there():
     from isobit.cli import reveal
-    from isobit.cli.options import chain as chain_options
-    from isobit.cli.options import curve as curve_options
-    from isobit.cli.options import reveal as reveal_options
+    from isobit.cli.gate import model, training
     from isobit.gates.model.models import MODELS
     from isobit.gates.training.launcher import TRANSPORTS
     from isobit.gates.training.workload import DTYPES, WORKLOADS
     from isobit.ops.linear.targets import TARGETS
 
-    assert tuple(MODELS) == chain_options.MODELS
-    assert tuple(sorted(WORKLOADS)) == curve_options.WORKLOADS
-    assert tuple(sorted(DTYPES)) == curve_options.DTYPES
-    assert curve_options.TRANSPORTS == TRANSPORTS
-    assert tuple(reveal.STOCK) == reveal_options.STOCK
-    assert tuple(TARGETS) == reveal_options.OURS
+    assert tuple(MODELS) == model.MODELS
+    assert tuple(sorted(WORKLOADS)) == training.WORKLOADS
+    assert tuple(sorted(DTYPES)) == training.DTYPES
+    assert training.TRANSPORTS == TRANSPORTS
+    assert tuple(reveal.stock_targets()) == reveal.STOCK
+    assert tuple(TARGETS) == reveal.OURS
 
 
 @pytest.mark.parametrize(
@@ -50,18 +71,18 @@ def test_options_name_what_is_there():
     [
         (["reveal", "sum", "--dtype", "bfloat16"], "bf16"),
         (["reveal", "sum", "--dtype", "bf16"], "bf16"),
-        (["chain", "--dtype", "bf16"], "bfloat16"),
-        (["chain", "--dtype", "float32"], "float32"),
-        (["curve", "--dtype", "fp32", "bfloat16"], ["float32", "bfloat16"]),
+        (["gate", "model", "--dtype", "bf16"], "bfloat16"),
+        (["gate", "model", "--dtype", "float32"], "float32"),
+        (["gate", "training", "--dtype", "fp32", "bfloat16"], ["float32", "bfloat16"]),
     ],
 )
 def test_dtypes_have_two_names(words, dtype):
-    assert main.build_parser().parse_args(words).dtype == dtype
+    assert main.parse(words).dtype == dtype
 
 
 def test_a_dtype_that_is_not_there_is_refused_with_the_names(capsys):
     with pytest.raises(SystemExit) as stopped:
-        main.main(["chain", "--dtype", "fp16"])
+        main.main(["gate", "model", "--dtype", "fp16"])
     assert stopped.value.code == 2
     assert (
         "expected one of fp32 (float32), bf16 (bfloat16); received 'fp16'"

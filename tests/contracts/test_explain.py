@@ -119,7 +119,7 @@ def test_evidence_has_its_denominators():
         differing=3,
         planted=planted,
         detail="at [0]",
-        replay="isobit replay",
+        replay="isobit contract replay",
     )
     said = words_of(contract_of(ROWS), broken)
     assert said["obligation A-1"].endswith("broken, at L0")
@@ -128,7 +128,7 @@ def test_evidence_has_its_denominators():
         "1 of 2 caught",
         "missed: stale cache: 64 compared",
         "found: at [0]",
-        "replay: isobit replay",
+        "replay: isobit contract replay",
     ):
         assert line in said["claim rows"]
     assert (

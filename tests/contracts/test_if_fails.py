@@ -94,7 +94,7 @@ def shown(request, tmp_path, capsys, monkeypatch):
     reports = ["--junit", "j.xml", "--sarif", "s.json", "--html", "p.html"]
     found = {"terminal": run("verify", "--trust", "doubles", *reports)}
     found["json"] = run("verify", "--trust", "doubles", "--json")  # from evidence: nothing is run
-    found["explain"] = run("explain")
+    found["explain"] = run("contract", "explain")
     return found | {name: (tmp_path / name).read_text() for name in ("j.xml", "s.json", "p.html")}
 
 

@@ -150,7 +150,7 @@ def judge(path, subject="", claims=(), level=2):
 
 def replays(record):
     """The printed command, run as printed, shows a difference."""
-    words = record.replay.replace("isobit replay", "replay").split(" --case ")
+    words = record.replay.removeprefix("isobit ").split(" --case ")
     case = words[1].partition("' ")[0].strip("'")
     rest = words[1].partition("' ")[2].split()
     return main.main([*words[0].split(), "--case", case, *rest]) == 1

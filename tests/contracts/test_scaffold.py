@@ -144,7 +144,7 @@ CALLS = {
 @pytest.mark.parametrize("contract", CALLS)
 def test_code_of_a_contract_has_its_parameters_and_raises(contract, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main.main(["new", "my_code", "--code", contract]) == 0
+    assert main.main(["contract", "new", "my_code", "--code", contract]) == 0
     space = {}
     exec((tmp_path / "my_code.py").read_text(), space)
     assert ", ".join(inspect.signature(space["my_code"]).parameters) == CALLS[contract]
@@ -152,7 +152,7 @@ def test_code_of_a_contract_has_its_parameters_and_raises(contract, tmp_path, mo
         space["my_code"](*CALLS[contract].split(", "))
     compile((tmp_path / "test_my_code.py").read_text(), "tests", "exec")
     before = (tmp_path / "my_code.py").read_text()
-    assert main.main(["new", "my_code", "--code", "any-gelu-v1"]) == 2  # not replaced
+    assert main.main(["contract", "new", "my_code", "--code", "any-gelu-v1"]) == 2  # not replaced
     assert (tmp_path / "my_code.py").read_text() == before
 
 
@@ -168,7 +168,7 @@ def test_code_of_a_contract_has_its_parameters_and_raises(contract, tmp_path, mo
 )
 def test_code_that_cannot_be_written_is_refused(name, code, told, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main.main(["new", name, "--code", code]) == 2
+    assert main.main(["contract", "new", name, "--code", code]) == 2
     assert told in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
@@ -177,7 +177,7 @@ def test_code_that_cannot_be_written_is_refused(name, code, told, tmp_path, monk
 def test_the_tests_of_a_stub_fail_until_it_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "half.contract.yaml").write_text(HALF)
-    assert main.main(["new", "half_it", "--code", "half.contract.yaml"]) == 0
+    assert main.main(["contract", "new", "half_it", "--code", "half.contract.yaml"]) == 0
 
     def outcome():
         words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_half_it.py"]

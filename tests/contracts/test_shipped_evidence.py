@@ -49,7 +49,7 @@ def ship(exported, tmp_path, monkeypatch):
 
 def test_shown_with_machine_and_commit(ship, capsys):
     ship()
-    assert main.main(["status", ID]) == 2  # not judged on this machine
+    assert main.main(["contract", "status", ID]) == 2  # not judged on this machine
     shown = capsys.readouterr().out
     said = " ".join(shown.split())
     for words in (
@@ -59,7 +59,7 @@ def test_shown_with_machine_and_commit(ship, capsys):
         "shipped evidence: 1 of 1 kept, judged on another machine; not judged on this machine",
     ):
         assert words in said
-    assert main.main(["status", ID, "--json"]) == 2
+    assert main.main(["contract", "status", ID, "--json"]) == 2
     (found,) = json.loads(capsys.readouterr().out)["contracts"]
     assert (found["verdict"], found["level"]) == ("not-judged", 0)
     assert (found["shipped"]["verdict"], found["shipped"]["commit"]) == ("kept", "abc1234")
@@ -68,7 +68,7 @@ def test_shown_with_machine_and_commit(ship, capsys):
 def test_shipped_as_kept_is_no_row_among_what_is_not_kept(ship, capsys):
     """After an installation nothing was judged; the first impression must not be that nothing is kept."""
     ship()
-    assert main.main(["status", "isobit"]) == 2
+    assert main.main(["contract", "status", "isobit"]) == 2
     said = " ".join(capsys.readouterr().out.split())
     assert ID not in said  # a row of the table of what is not kept
     assert "1 judged elsewhere only" in said
@@ -127,7 +127,7 @@ def of_version_1(record):
 )
 def test_stale_or_damaged_is_ignored_with_a_word(ship, capsys, change, reason):
     ship(change)
-    assert main.main(["status", ID]) == 2
+    assert main.main(["contract", "status", ID]) == 2
     shown = " ".join(capsys.readouterr().out.split())
     assert "shipped: kept" not in shown
     assert "shipped evidence is stale for 1, and ignored" in shown
@@ -160,7 +160,7 @@ def test_export_names_what_was_not_judged(exported):
 
 def test_reading_it_needs_no_torch(ship):
     program = (
-        "import sys\nfrom isobit.cli.main import main\ncode = main(['status', 'isobit'])\n"
+        "import sys\nfrom isobit.cli.main import main\ncode = main(['contract', 'status', 'isobit'])\n"
         "assert 'torch' not in sys.modules\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from isobit.cli.options.check import LIKE
 from isobit.contracts.judge.recipes import Case, fixed_recipes
 from isobit.contracts.judge.verify import verify_contract
 from isobit.contracts.language.load import load_contract
 from isobit.contracts.options import Options
 from isobit.contracts.store.tree import library
+from isobit.library.any_kernel.signatures import LIKE
 from isobit.library.tolerances.claims import error_of
 from isobit.library.tolerances.derivations import KERNELS
 from isobit.library.tolerances.rounding import Rounded

@@ -91,7 +91,7 @@ def test_broken_with_a_replay():
     record = judge(subject=f"{HERE}:triple")
     assert record.verdict == "broken"
     assert record.differing == 32
-    assert record.replay.startswith("isobit replay judged-v1/claim --case '{")
+    assert record.replay.startswith("isobit contract replay judged-v1/claim --case '{")
 
 
 def test_a_claim_that_cannot_fail_is_void():

@@ -186,7 +186,7 @@ def test_red_outlives_a_waiver_and_a_green_run(place, capsys):
     for again in ([], ["--again"]):
         assert main.main(["verify", "--trust", "sly_code", *again]) == 1
         assert "WAIVED base-v1/c" in capsys.readouterr().out
-    assert main.main(["status"]) == 1
+    assert main.main(["contract", "status"]) == 1
 
 
 def test_places_that_cannot_be_written_are_said(place, capsys):
@@ -204,6 +204,6 @@ def test_a_printed_replay_works_in_a_folder_without_contracts(tmp_path, monkeypa
     )
     assert main.main(shlex.split(printed)[1:]) == 1
     assert "differ" in capsys.readouterr().out
-    assert main.main(["replay", "silu-kernel-v1/no-such-claim"]) == 2
-    assert main.main(["replay", "no-such-v1/claim"]) == 2
+    assert main.main(["contract", "replay", "silu-kernel-v1/no-such-claim"]) == 2
+    assert main.main(["contract", "replay", "no-such-v1/claim"]) == 2
     capsys.readouterr()

@@ -100,7 +100,7 @@ def test_batches_hold_the_same_tokens():
 
 
 def test_the_command(capsys):
-    assert main(["chain", "--model", "qwen3-tiny"]) == 0
+    assert main(["gate", "model", "--model", "qwen3-tiny"]) == 0
     shown = capsys.readouterr().out
     assert "0 of 55" in shown
     assert "24 of 24 parameters with gradients: kept" in shown

@@ -1,4 +1,4 @@
-"""The rank-layout gate (`isobit curve`) passes, detects a wrong merge, and resumes at other layouts.
+"""The rank-layout gate (`isobit gate training`) passes, detects a wrong merge, and resumes at other layouts.
 
 The workload is the smallest that two tensor-parallel ranks can split. Layouts run in the simulator;
 one of them also runs as real processes, with the same digest.
@@ -30,7 +30,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def curve(*words):
-    return main(["curve", "--workload", "tiny", *map(str, words)])
+    return main(["gate", "training", "--workload", "tiny", *map(str, words)])
 
 
 @pytest.fixture(scope="module")

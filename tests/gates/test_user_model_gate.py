@@ -1,4 +1,4 @@
-"""`isobit chain --model` takes a user's checkpoint or factory, and sweeps batch size and padding.
+"""`isobit gate model --model` takes a user's checkpoint or factory, and sweeps batch size and padding.
 
 The sweep is kept for an enabled model, broken for stock and for a planted model, and counts what it compares.
 """
@@ -11,14 +11,13 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import isobit
-from isobit.cli import chain
 from isobit.cli.main import main
 from isobit.errors import ArgumentError
 from isobit.gates.model.batches import draw_samples
 from isobit.gates.model.scorers import IsobitScorer, StockScorer
 from isobit.gates.model.sweep import Sweep, run_sweep, windows_of
 from isobit.integrations.transformers import enabling, modules
-from tests.cli.test_chain_device import enabled_with
+from tests.cli.test_gate_model_device import enabled_with
 
 SIZES = {
     "hidden_size": 64,
@@ -133,8 +132,8 @@ def test_a_planted_model_goes_red_at_one_padding_only(monkeypatch, checkpoint, c
         return cos * (1 + (x.shape[1] >= 70) * 2.0**-20), sin
 
     monkeypatch.setattr(modules, "forward_rotary", shifted)
-    monkeypatch.setattr(chain, "enabled", enabled_with(shifted))
-    words = ["chain", "--model", str(checkpoint), "-q", "--no-stock"]
+    monkeypatch.setattr("isobit.integrations.transformers.enabling.enabled", enabled_with(shifted))
+    words = ["gate", "model", "--model", str(checkpoint), "-q", "--no-stock"]
     assert main(words) == 0
     assert main([*words, "--pad", "0,64", "--lengths", "19,3"]) == 1
     said = capsys.readouterr().out
@@ -160,7 +159,17 @@ def test_a_checkpoint_folder_is_judged_with_stock_as_control(checkpoint, capsys)
 def test_a_factory_of_a_file_is_judged(factories, capsys, name):
     inputs = factories.with_name("samples.jsonl")
     inputs.write_text('{"input_ids": [1, 2, 3, 4]}\n{"input_ids": [5, 6, 7]}\n')
-    words = ["chain", "--model", f"{factories}:{name}", "--inputs", str(inputs), "--pad", "0", "-q"]
+    words = [
+        "gate",
+        "model",
+        "--model",
+        f"{factories}:{name}",
+        "--inputs",
+        str(inputs),
+        "--pad",
+        "0",
+        "-q",
+    ]
     assert main([*words, "--no-stock", "--dtype", "bf16"]) == 0
     assert "bfloat16, 12 of 12 parameters with gradients: kept" in capsys.readouterr().out
 
@@ -194,7 +203,7 @@ def test_what_cannot_be_judged_is_exit_2_with_a_remedy(factories, capsys, case):
         word.replace("FILE", named["FILE"]).replace("INPUTS", named["INPUTS"])
         for word in REFUSED[case]
     ]
-    assert main(["chain", *words, "-q", "--no-stock"]) == 2
+    assert main(["gate", "model", *words, "-q", "--no-stock"]) == 2
     said = capsys.readouterr()
     assert "Traceback" not in said.err
     assert "kept" not in said.out
@@ -205,7 +214,7 @@ def test_an_unsupported_family_is_sent_to_audit(tmp_path, capsys):
     GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=96)).save_pretrained(
         tmp_path
     )
-    assert main(["chain", "--model", str(tmp_path), "-q"]) == 2
+    assert main(["gate", "model", "--model", str(tmp_path), "-q"]) == 2
     said = capsys.readouterr().err
     assert "GPT2LMHeadModel" in said
     assert f"isobit audit {tmp_path}" in said
@@ -221,7 +230,7 @@ def test_code_of_a_checkpoint_folder_is_not_run(checkpoint, tmp_path, monkeypatc
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-    assert main(["chain", "--model", str(tmp_path), "-q"]) == 2
+    assert main(["gate", "model", "--model", str(tmp_path), "-q"]) == 2
     said = capsys.readouterr()
     assert "custom code" in said.err
     assert "Do you wish" not in said.out
@@ -260,12 +269,12 @@ def test_gate_alone_says_what_there_is(words, capsys):
 )
 def test_numbers_that_are_none_are_refused(text, capsys):
     with pytest.raises(SystemExit) as stopped:
-        main(["chain", f"--batch={text}"])
+        main(["gate", "model", f"--batch={text}"])
     assert stopped.value.code == 2
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_wide_sweep(checkpoint, dtype):
-    words = ["chain", "--model", str(checkpoint), "--dtype", dtype, "-q", "--no-stock"]
+    words = ["gate", "model", "--model", str(checkpoint), "--dtype", dtype, "-q", "--no-stock"]
     assert main([*words, "--batch", "1..8", "--pad", "0..64", "--seeds", "2"]) == 0

@@ -156,7 +156,7 @@ def train(device, micro_batches):
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
     model = Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, tie_word_embeddings=False))
     isobit.enable(to_card(model) if device == "cuda" else model)
-    batch = GlobalBatch(of=4, micro_batches=micro_batches)
+    batch = GlobalBatch(total=4, micro_batches=micro_batches)
     gradients = Gradients(model, batch)
     for micro in range(micro_batches):
         ids = IDS[batch.samples(0, micro)].to(device)

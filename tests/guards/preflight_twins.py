@@ -227,8 +227,8 @@ def epochs_in_one_order(wrong):
 TWINS = {
     mean_per_micro_batch: ("per-micro-batch-mean", "micro-batches are parts of one batch"),
     masked_mean_per_micro_batch: ("per-micro-batch-mean", "micro-batches are parts of one batch"),
-    batch_norm_in_eval: ("eval-depends-on-others", "a sample alone is as among others"),
-    samples_mixed: ("eval-depends-on-others", "a sample alone is as among others"),
+    batch_norm_in_eval: ("eval-depends-on-others", "eval output is batch-independent"),
+    samples_mixed: ("eval-depends-on-others", "eval output is batch-independent"),
     first_row_only: ("rows-lost", "as many rows out as in"),
     column_against_row: ("loss-broadcasts", "as many rows out as in"),
     autocast_switched_off: ("autocast-without-effect", "dtypes are as asked"),

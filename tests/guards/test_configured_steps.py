@@ -387,7 +387,7 @@ def test_every_optimizer_has_what_is_configured():
     assert preflight(program, config={**config, **own}).findings == ()
     assert preflight(two_of(base, {**base, "lr": 5e-3}), config=config).findings == ()
     (found,) = preflight(two_of(base, {**base, "weight_decay": 0.01}), config=config).findings
-    assert "whose default that is" in found.message
+    assert "'s default)" in found.message
 
 
 def test_defaults_that_nobody_names_are_noted():

@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from isobit import ArgumentError
-from isobit.cli.config_file import read_config
 from isobit.guards import preflight
+from isobit.guards.config_file import read_config
 from isobit.guards.trial_run.page import write_preflight_page
 from tests.guards.preflight_programs import adam_with_warm_up_and_groups, loop, plain, sgd
 

@@ -17,11 +17,12 @@ from torch.nn import functional as F
 
 from isobit import ArgumentError, GuardError, bits
 from isobit.guards import watch
+from tests.guards.watch_groups import FIELDS, grouped
 from tests.guards.watched_programs import PROGRAMS, batch, logarithm_of_zero, net, train
 
 
 def quiet(model, optimizer, **options):
-    return watch(model, optimizer, sinks=[], **options)
+    return watch(model, optimizer, sinks=[], **grouped(options))
 
 
 # ---- 1. planted bugs ---------------------------------------------------------------------------------------
@@ -280,7 +281,40 @@ def test_autocast_sparse_and_unused_parameters():
 def test_wrong_arguments(wrong):
     model = net()
     with pytest.raises(ArgumentError):
-        watch(model, torch.optim.SGD(model.parameters(), lr=0.1), **wrong)
+        watch(model, torch.optim.SGD(model.parameters(), lr=0.1), **grouped(wrong))
+
+
+@pytest.mark.parametrize("keyword", FIELDS)
+def test_keywords_of_the_last_release(keyword):
+    """They are fields of three arguments now, and work for one more release with a warning."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    values = {
+        "resumed_from": "x",
+        "weights_from": {},
+        "sharded": ["a"],
+        "group": None,
+        "tensor_group": None,
+    }
+    old = {keyword: values.get(keyword, 3)}
+    kind, field = FIELDS[keyword]
+    said = rf"{keyword}= of watch is now {kind.__name__.lower()}={kind.__name__}\({field}=\)"
+    with pytest.warns(DeprecationWarning, match=said) as seen:
+        first = watch(model, optimizer, sinks=[], **old)
+    assert seen[0].filename == __file__
+    first.close()
+    second = watch(model, optimizer, sinks=[], **grouped(old))
+    second.close()
+    assert first.options == second.options
+
+
+def test_unknown_keywords_and_groups_of_another_type_are_refused():
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'evry'"):
+        watch(model, optimizer, evry=3)
+    with pytest.raises(ArgumentError, match=r"intervals=isobit\.guards\.Intervals"):
+        watch(model, optimizer, intervals=100)
 
 
 def test_what_is_no_optimizer():

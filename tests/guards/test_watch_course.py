@@ -15,12 +15,13 @@ import torch
 from torch import nn
 
 from isobit import GuardError, bits
-from isobit.guards import sinks, watch
+from isobit.guards import Intervals, sinks, watch
 from isobit.guards.live.block_course import BlockCourse, blocks_of
 from isobit.guards.run_log.findings import Limits
 from isobit.guards.run_log.readers import read_log
 from isobit.guards.run_log.rules import judge_log
 from tests.guards.curve_shapes import AT, DIVERGING, HEALTHY, counts
+from tests.guards.watch_groups import grouped
 
 START = 120  # of what is planted below
 
@@ -129,7 +130,7 @@ def train(planted="", steps=180, watched=True, sink=None, schedule=None, **optio
     model = Blocks()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     rates = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule) if schedule else None
-    guard = watch(model, optimizer, sinks=sink or [], **options) if watched else None
+    guard = watch(model, optimizer, sinks=sink or [], **grouped(options)) if watched else None
     for step in range(steps):
         x = torch.randn(16, 8, generator=torch.Generator().manual_seed(step))
         y = x.sum(1, keepdim=True)
@@ -240,7 +241,9 @@ def test_an_interval_and_groups_of_other_rates(tmp_path):
         for part, rate in zip(model, (0.1, 0.2), strict=True)
     ]
     optimizer, path = torch.optim.SGD(groups), tmp_path / "run.jsonl"
-    with watch(model, optimizer, sinks=[sinks.JsonLines(path)], metrics_every=5) as guard:
+    with watch(
+        model, optimizer, sinks=[sinks.JsonLines(path)], intervals=Intervals(metrics=5)
+    ) as guard:
         for _ in range(20):
             optimizer.zero_grad()
             loss = model(torch.ones(2, 4)).square().mean()

@@ -14,8 +14,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from isobit import ArgumentError, GuardError
-from isobit.guards import watch
+from isobit.guards import Intervals, watch
 from isobit.guards.live.gradient_checks import SAMPLED_ELEMENTS
+from tests.guards.watch_groups import grouped
 from tests.guards.watched_programs import batch, net
 
 BAD = 13  # past the first 10 steps, and no multiple of 4
@@ -30,7 +31,7 @@ def run(poison, steps=18, model=None, **options):
     """Take steps; `poison` becomes NaN: the input or a gradient of step BAD, or a weight at the end."""
     model = model or wide_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    with watch(model, optimizer, sinks=[], **options) as guard:
+    with watch(model, optimizer, sinks=[], **grouped(options)) as guard:
         for step in range(steps):
             x, y = batch(step)
             optimizer.zero_grad()
@@ -108,5 +109,5 @@ def test_a_closure_is_judged_in_its_step(kind):
 
 def test_wrong_arguments():
     model = net()
-    with pytest.raises(ArgumentError, match="gradients_every"):
-        watch(model, torch.optim.SGD(model.parameters()), gradients_every=0)
+    with pytest.raises(ArgumentError, match=r"received: Intervals\(gradients=0\)"):
+        watch(model, torch.optim.SGD(model.parameters()), intervals=Intervals(gradients=0))

@@ -120,8 +120,8 @@ def test_a_share_that_is_collected_places_the_samples():
     mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
     with collecting(Share(2, 8, 2)):
         plain, padded = read_layout((2, 5)), read_layout((2, 4), attention_mask=mask)
-    assert plain.samples == Samples.packed([5, 5], first=2, of=8)
-    assert padded.samples == Samples.padded([3, 4], width=4, first=2, of=8)
+    assert plain.samples == Samples.packed([5, 5], first=2, total=8)
+    assert padded.samples == Samples.padded([3, 4], width=4, first=2, total=8)
     assert read_layout((2, 5)).samples is None
     with collecting(Share(7, 8, 1)), pytest.raises(CutError, match="samples 7 to 9"):
         read_layout((2, 5))

@@ -137,7 +137,7 @@ def test_the_remedy_of_the_warning_gives_the_gradient_of_the_whole(model):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         backward(whole, slice(0, 8))
-        gradients = Gradients(model, GlobalBatch(of=8, micro_batches=4))
+        gradients = Gradients(model, GlobalBatch(total=8, micro_batches=4))
         for micro in range(4):
             with gradients.micro_batch(micro):
                 backward(model, slice(2 * micro, 2 * micro + 2))

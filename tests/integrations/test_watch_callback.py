@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from isobit import GuardError
-from isobit.guards import watch
+from isobit.guards import Intervals, watch
 from isobit.integrations.transformers import WatchCallback
 from tests.guards.watched_programs import batch, net
 
@@ -50,7 +50,7 @@ def run(folder, *callbacks, **options):
         max_grad_norm=0.5,
         **given,
     )
-    callback = WatchCallback(sinks=[], patience=3, **options)
+    callback = WatchCallback(sinks=[], intervals=Intervals(patience=3), **options)
     trainer = Trainer(model, arguments, train_dataset=samples, callbacks=[*callbacks, callback])
     try:
         trainer.train()

@@ -141,7 +141,7 @@ def test_compiles_whole_with_the_same_bits():
 
 
 def test_a_share_of_the_samples_is_refused_under_autograd():
-    weight, share = torch.ones(4, 3, requires_grad=True), Samples.packed([1, 1], first=0, of=4)
+    weight, share = torch.ones(4, 3, requires_grad=True), Samples.packed([1, 1], first=0, total=4)
     with pytest.raises(UnsupportedError, match="samples 0 to 2 of 4, while no share is collected"):
         embedding(torch.tensor([0, 1]), weight, samples=share)
 

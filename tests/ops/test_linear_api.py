@@ -179,7 +179,7 @@ def test_refusals_say_expected_received_and_remedy(case):
 
 def test_a_share_has_outputs_and_no_autograd_gradient():
     x, w = torch.randn(4, 8), torch.randn(5, 8, requires_grad=True)
-    share = Samples.packed([4], first=0, of=2)
+    share = Samples.packed([4], first=0, total=2)
     with pytest.raises(
         isobit.UnsupportedError, match=r"(?s)samples 0 to 1 of 2.*parallel\.Gradients"
     ):

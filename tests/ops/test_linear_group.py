@@ -105,5 +105,5 @@ def test_second_order_and_shares_are_refused():
     rows = x.detach().reshape(-1, 64)[:6]
     with pytest.raises(UnsupportedError, match="global batch"):
         linear_group(
-            rows, [weights[0].requires_grad_()], samples=Samples.packed([6], first=0, of=2)
+            rows, [weights[0].requires_grad_()], samples=Samples.packed([6], first=0, total=2)
         )

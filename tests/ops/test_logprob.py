@@ -171,7 +171,7 @@ def test_second_order_and_shares_are_refused():
         first.sum().backward()
     with pytest.raises(UnsupportedError, match="global batch"):
         linear_logprob(
-            hidden, weight.requires_grad_(), targets, samples=Samples.packed([6], first=0, of=2)
+            hidden, weight.requires_grad_(), targets, samples=Samples.packed([6], first=0, total=2)
         )
 
 

@@ -58,7 +58,7 @@ def weight_grads(function, hidden, weight, targets, cotangent, lengths, share):
         leaf = weight.detach().clone().requires_grad_()
         leaf.grad_dtype = torch.float32
         rows = slice(edges[first], edges[first + share])
-        part = Samples.packed(lengths[first : first + share], first=first, of=of)
+        part = Samples.packed(lengths[first : first + share], first=first, total=of)
         with collecting(Share(first, of, share)):
             values = function(hidden[rows], leaf, targets[rows], samples=part)
         values.backward(cotangent[rows] if cotangent.dim() else cotangent)
@@ -143,7 +143,7 @@ def test_shapes_without_values_have_the_gradients_dtype():
 
 def test_a_share_that_nobody_collects_is_refused():
     hidden, weight, targets = problem(6, 70, 8, torch.bfloat16)
-    part = Samples.packed([6], first=0, of=2)
+    part = Samples.packed([6], first=0, total=2)
     leaf = weight.requires_grad_()
     with pytest.raises(UnsupportedError, match="collector"):
         linear_logprob(hidden, leaf, targets, samples=part)
@@ -151,7 +151,7 @@ def test_a_share_that_nobody_collects_is_refused():
         linear_logprob(hidden, leaf, targets, samples=part)
     # A frozen head asks for no parameter's gradient: shares of several subtrees have values and dhidden.
     row = hidden.detach().requires_grad_()
-    three = Samples.packed([2, 2, 2], first=0, of=4)
+    three = Samples.packed([2, 2, 2], first=0, total=4)
     found = torch.autograd.grad(
         linear_logprob(row, weight.detach(), targets, samples=three), row, torch.ones(6)
     )

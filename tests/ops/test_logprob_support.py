@@ -117,12 +117,14 @@ def test_gradients_of_shares_are_those_of_the_whole():
     for micro_batches in (1, 2, 4):
         head = torch.nn.Linear(FEATURES, VOCABULARY, bias=False, dtype=torch.bfloat16)
         head.weight.data.copy_(weight)
-        batch = GlobalBatch(of=4, micro_batches=micro_batches)
+        batch = GlobalBatch(total=4, micro_batches=micro_batches)
         gradients = Gradients(head, batch)
         for micro in range(micro_batches):
             part = [one[batch.samples(0, micro)].flatten(0, 1) for one in rows]
             with gradients.micro_batch(micro) as share:
-                samples = isobit.Samples.packed([2] * share.size, first=share.first, of=share.of)
+                samples = isobit.Samples.packed(
+                    [2] * share.size, first=share.first, total=share.total
+                )
                 found = isobit.linear_logprob(
                     part[0], head.weight, part[1], support=part[2], samples=samples
                 )

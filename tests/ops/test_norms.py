@@ -117,7 +117,7 @@ def test_shapes_are_stocks(shape):
 
 def test_a_share_of_the_samples_is_refused_under_autograd():
     x, weight = torch.randn(4, 8), torch.ones(8, requires_grad=True)
-    share = Samples.packed([2, 2], first=0, of=4)
+    share = Samples.packed([2, 2], first=0, total=4)
     for function in (rms_norm, layer_norm):
         with pytest.raises(
             UnsupportedError, match="samples 0 to 2 of 4, while no share is collected"

@@ -106,7 +106,7 @@ class Problem:
             )
         of, first = len(self.lengths), 0
         for count in counts:
-            samples = Samples.packed(self.lengths[first : first + count], first=first, of=of)
+            samples = Samples.packed(self.lengths[first : first + count], first=first, total=of)
             rows = slice(self.edges[first], self.edges[first + count])
             with collecting(Share(first, of, count)):
                 self.function(self.x[rows], *self.parameters, samples=samples).backward(
@@ -163,7 +163,7 @@ def test_a_share_has_the_segments_of_the_global_batch():
     differs = 0
     for operator in OPERATORS:
         problem = Problem(operator, (2, 3, 4, 5), torch.float32)
-        share = Samples.packed(problem.lengths, first=0, of=4096)
+        share = Samples.packed(problem.lengths, first=0, total=4096)
         for parameter in problem.parameters:
             parameter.grad_dtype = torch.float32
         with collecting(Share(0, 4096, 4)):
@@ -220,23 +220,23 @@ def leaf(dtype=torch.bfloat16, grad_dtype=torch.float32) -> Tensor:
 
 REFUSED = {
     "no collector": (
-        lambda: check_share(Samples.packed([1], first=1, of=4), leaf()),
+        lambda: check_share(Samples.packed([1], first=1, total=4), leaf()),
         "no share is collected",
     ),
     "another share": (
-        lambda: in_share(0, Samples.packed([1], first=1, of=4), leaf()),
-        "first=0, of=4, size=1",
+        lambda: in_share(0, Samples.packed([1], first=1, total=4), leaf()),
+        "first=0, total=4, size=1",
     ),
     "two subtrees": (
-        lambda: in_share(1, Samples.packed([1, 1], first=1, of=4), leaf()),
+        lambda: in_share(1, Samples.packed([1, 1], first=1, total=4), leaf()),
         "2 subtrees",
     ),
     "rounded": (
-        lambda: in_share(1, Samples.packed([1], first=1, of=4), leaf(grad_dtype=torch.bfloat16)),
+        lambda: in_share(1, Samples.packed([1], first=1, total=4), leaf(grad_dtype=torch.bfloat16)),
         "bfloat16",
     ),
     "no leaf": (
-        lambda: in_share(1, Samples.packed([1], first=1, of=4), leaf() * 1),
+        lambda: in_share(1, Samples.packed([1], first=1, total=4), leaf() * 1),
         "other operators",
     ),
 }
@@ -255,7 +255,7 @@ def test_refusals(case):
 
 
 def test_no_gradient_no_refusal():
-    share = Samples.packed([1], first=1, of=4)
+    share = Samples.packed([1], first=1, total=4)
     check_share(share, None, torch.ones(3))
     with torch.no_grad():
         check_share(share, leaf())

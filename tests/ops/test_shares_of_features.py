@@ -171,7 +171,7 @@ def test_rows_of_a_table_over_a_share_of_samples(executor):
     ids = torch.randint(0, 4, (8,), generator=generator)
     halves = [
         table.weight_grad(
-            grad[at : at + 4], ids[at : at + 4], Samples.packed((1, 3), first=first, of=4), 1, 2
+            grad[at : at + 4], ids[at : at + 4], Samples.packed((1, 3), first=first, total=4), 1, 2
         )
         for at, first in ((0, 0), (4, 2))
     ]

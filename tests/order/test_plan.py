@@ -97,6 +97,6 @@ def test_native_sample_plan_is_this_plan(data):
     size = len(lengths) // len(whole.segments)
     first = size * data.draw(st.integers(0, len(whole.segments) - 1))
     count = size * data.draw(st.integers(1, (len(lengths) - first) // size))
-    share = Samples.packed(lengths[first : first + count], first=first, of=len(lengths))
+    share = Samples.packed(lengths[first : first + count], first=first, total=len(lengths))
     table = torch.ops.isobit.sample_schedule(torch.tensor(share.spans), first, len(lengths))
     assert table.tolist() == rows(share.segments, first // size)

@@ -34,13 +34,13 @@ def test_segments_hold_equal_numbers_of_samples(lengths):
 
 
 def test_a_share_that_splits_a_segment_is_refused():
-    Samples.packed([3, 4, 5], first=3, of=6)  # 6 samples are 2 segments of 3
+    Samples.packed([3, 4, 5], first=3, total=6)  # 6 samples are 2 segments of 3
     with pytest.raises(CutError, match="a multiple of 3 of the 6 samples"):
-        Samples.packed([3, 4], first=0, of=6)
+        Samples.packed([3, 4], first=0, total=6)
     with pytest.raises(CutError):
-        Samples.packed([3, 4, 5], first=1, of=6)
+        Samples.packed([3, 4, 5], first=1, total=6)
     with pytest.raises(CutError):
-        Samples.packed([1] * 12, first=0, of=6)
+        Samples.packed([1] * 12, first=0, total=6)
 
 
 def test_malformed_samples_are_refused():
@@ -52,5 +52,5 @@ def test_malformed_samples_are_refused():
         Samples.padded([5], width=4)
     with pytest.raises(ArgumentError, match="'left' or 'right'"):
         Samples.padded([5], width=8, side="centre")
-    with pytest.raises(ArgumentError, match="`of`"):
+    with pytest.raises(ArgumentError, match="`total`"):
         Samples.packed([5], first=2)

@@ -66,8 +66,8 @@ def tokens(first, stop):
 
 
 def loss_of(net, held, share=None, **options):
-    first, of = (0, None) if share is None else (share.first, share.of)
-    samples = Samples.packed(LENGTHS[held.start : held.stop], first=first, of=of)
+    first, of = (0, None) if share is None else (share.first, share.total)
+    samples = Samples.packed(LENGTHS[held.start : held.stop], first=first, total=of)
     return isobit.exact_sum(net(*tokens(held.start, held.stop), samples, **options)) / -sum(LENGTHS)
 
 

@@ -22,7 +22,7 @@ from isobit.parallel.tensor.vocab_logprob import vocab_cross_entropy, vocab_logp
 
 LENGTHS, WIDTH = (7, 3, 5, 6), 7
 WHOLE = Samples.padded(LENGTHS, width=WIDTH)
-SHARE = Samples.padded(LENGTHS, width=WIDTH, first=4, of=16)
+SHARE = Samples.padded(LENGTHS, width=WIDTH, first=4, total=16)
 CUMULATIVE = torch.tensor([0, 10, 11, 17, 28], dtype=torch.int32)  # the same 28 rows, packed
 
 
@@ -43,7 +43,7 @@ def leaf(tensor):
 @contextmanager
 def collected(samples):
     with (
-        collecting(Share(samples.first, samples.of, len(samples.spans)))
+        collecting(Share(samples.first, samples.total, len(samples.spans)))
         if isinstance(samples, Samples) and samples.is_share
         else nullcontext()
     ):

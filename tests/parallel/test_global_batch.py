@@ -33,10 +33,12 @@ def places(batch):
 @given(batches())
 def test_shares_cover_the_batch_once_and_are_subtrees(batch):
     held = [batch.samples(*place) for place in places(batch)]
-    assert sorted(chain(*held)) == list(range(batch.of))
+    assert sorted(chain(*held)) == list(range(batch.total))
     for rank, micro in places(batch):
         share = batch.share(rank, micro)
-        assert len(Samples.packed([1] * batch.size, first=share.first, of=share.of).roots) == 1
+        assert (
+            len(Samples.packed([1] * batch.size, first=share.first, total=share.total).roots) == 1
+        )
 
 
 @given(batches())
@@ -49,7 +51,7 @@ def test_what_is_merged_first_is_a_run(batch):
         ]
         joined = list(chain(*runs))
         assert joined == list(range(joined[0], joined[0] + len(joined)))
-        assert len(Samples.packed([1] * len(joined), first=joined[0], of=batch.of).roots) == 1
+        assert len(Samples.packed([1] * len(joined), first=joined[0], total=batch.total).roots) == 1
 
 
 @pytest.mark.parametrize("layout", [(16, 3, 1), (16, 8, 4), (12, 8, 1), (7, 2, 1), (6, 1, 4)])
@@ -78,7 +80,7 @@ def in_global_order(batch, handed):
     """What the ranks were handed, put where the layout says: one list of indices a global batch."""
     found = []
     for at in range(0, len(handed[0]), batch.micro_batches):
-        whole = [None] * batch.of
+        whole = [None] * batch.total
         for rank, micro in places(batch):
             for place, index in zip(
                 batch.samples(rank, micro), handed[rank][at + micro], strict=True

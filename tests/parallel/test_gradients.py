@@ -113,7 +113,7 @@ def test_fp64_is_exchanged_in_fp64():
         mine = copy.deepcopy(layer)
         gradients = Gradients(mine, GlobalBatch(2, 2))
         with gradients.micro_batch(0) as share:
-            samples = Samples.packed([3], first=share.first, of=2)
+            samples = Samples.packed([3], first=share.first, total=2)
             mine(x[3 * rank : 3 * rank + 3], samples).square().sum().backward()
         return read(mine)
 

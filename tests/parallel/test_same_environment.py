@@ -104,7 +104,7 @@ def test_other_dtypes_shapes_and_batches_are_named():
     assert "no majority" in said
     assert "parameters" in refusals(2, lambda rank: make(rank, features=8 + rank))
     assert "parameters" in refusals(2, lambda rank: make(rank, frozen=bool(rank)))
-    assert "GlobalBatch(of=8" in refusals(2, lambda rank: make(rank, of=8 if rank else 4))
+    assert "GlobalBatch(total=8" in refusals(2, lambda rank: make(rank, of=8 if rank else 4))
 
 
 def test_other_versions_are_named(monkeypatch):

@@ -49,7 +49,7 @@ def test_a_split_model_has_the_bits_of_the_whole_one(whole, count):
 
 def test_a_norm_that_merges_samples_before_heads_is_seen(monkeypatch):
     def samples_first(totals, samples, ranks):
-        total = head_norm.partial.merge_samples(totals, samples.of)
+        total = head_norm.partial.merge_samples(totals, samples.total)
         ranks.all_reduce(total)
         return total
 

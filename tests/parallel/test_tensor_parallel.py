@@ -116,7 +116,7 @@ def test_a_bias_added_on_each_rank_is_seen(monkeypatch):
 
 def test_samples_merged_before_heads_are_seen(monkeypatch):
     def samples_first(totals, samples, ranks):
-        total = head_norm.partial.merge_samples(totals, samples.of)
+        total = head_norm.partial.merge_samples(totals, samples.total)
         ranks.all_reduce(total)
         return total
 

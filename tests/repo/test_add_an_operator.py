@@ -82,7 +82,7 @@ def test_the_example_of_its_docstring_is_right(copy):
 
 
 def test_the_contract_is_kept_and_every_plant_is_caught(copy):
-    done = run(copy, "-m", "isobit", "lint", "isobit")
+    done = run(copy, "-m", "isobit", "contract", "lint", "isobit")
     assert done.returncode == 0, done.stdout
     done = run(copy, "-m", "isobit", "verify", CONTRACT, "--level", "L2")
     assert done.returncode == 0, done.stdout + done.stderr

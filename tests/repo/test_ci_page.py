@@ -73,7 +73,7 @@ def test_a_line_of_the_workflow_runs(line, project):
 
 
 BROKEN = {
-    "isobit lint": ("centre-v1.contract.yaml", "relation: invariant", "relation: variant"),
+    "isobit contract lint": ("centre-v1.contract.yaml", "relation: invariant", "relation: variant"),
     "isobit verify": ("row_kernels.py", "for row in x.contiguous()]", "for row in x.flip(0)]"),
     "isobit audit": ("tiny_model.py", "isobit.nn.Linear", "nn.Linear"),
     "isobit check": ("row_kernels.py", "wide = x.double()", "wide = x.double().round()"),
@@ -86,7 +86,7 @@ BROKEN = {
     "command",
     [
         pytest.param(
-            name, marks=[pytest.mark.full] * (name not in ("isobit lint", "isobit verify"))
+            name, marks=[pytest.mark.full] * (name not in ("isobit contract lint", "isobit verify"))
         )
         for name in BROKEN
     ],
@@ -103,7 +103,7 @@ def test_a_step_fails_where_the_project_is_broken(command, project):
 
 def test_the_hook_of_pre_commit_is_a_command():
     (hook,) = HOOKS["repos"][0]["hooks"]
-    assert hook["entry"] == "isobit lint"
+    assert hook["entry"] == "isobit contract lint"
     assert re.search(hook["files"], "a/centre-v1.contract.yaml")
 
 

@@ -183,8 +183,8 @@ def test_reports_and_records_need_no_torch():
 def test_commands_that_only_read_import_neither_torch_nor_what_contracts_name(tmp_path):
     code = (
         "import sys; from isobit.cli.main import main; "
-        f"[main([*words, '--evidence', {str(tmp_path)!r}]) for words in (['status', 'isobit'], ['graph', 'isobit'], "
-        "['lint', 'isobit'], "
+        f"[main(['contract', *words, '--evidence', {str(tmp_path)!r}]) for words in "
+        "(['status', 'isobit'], ['graph', 'isobit'], ['lint', 'isobit'], "
         "['explain', 'softmax-kernel-v1'])]; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, cwd=tmp_path)

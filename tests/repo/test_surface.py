@@ -84,7 +84,7 @@ def test_signatures():
         "q_samples": None,
         "k_samples": None,
     }
-    padded = ["lengths", "width", "side", "first", "of"]
+    padded = ["lengths", "width", "side", "first", "total"]
     assert list(inspect.signature(isobit.Samples.padded).parameters) == padded
 
 
@@ -95,3 +95,64 @@ def test_every_error_is_an_isobit_error_with_three_parts():
             assert issubclass(error, isobit.IsobitError)
             shown = str(error(expected="a", received="b", remedy="c"))
             assert shown == "expected a\n  received: b\n  remedy: c"
+
+
+def public_callables():
+    """Every function and class of the public packages, and the public methods of these classes."""
+    for name in PACKAGES:
+        package = __import__(name, fromlist=["HOMES"])
+        for public in package.__all__:
+            found = getattr(package, public)
+            if callable(found):
+                yield f"{name}.{public}", found
+            if inspect.isclass(found):
+                for method, member in inspect.getmembers(found, callable):
+                    if not method.startswith("_"):
+                        yield f"{name}.{public}.{method}", member
+
+
+def test_no_public_parameter_is_called_of():
+    """`of` of a global batch says nothing in a signature; its number of samples is `total`."""
+    seen = 0
+    for name, function in public_callables():
+        try:
+            parameters = inspect.signature(function).parameters
+        except ValueError:  # a builtin without one
+            continue
+        seen += 1
+        # A record that isobit makes: so many of `of` differ; its fields are keys of JSON.
+        assert "of" not in parameters or name == "isobit.rollout.Finding", name
+    assert seen > 150
+
+
+def test_old_names_work_for_one_release_with_a_warning():
+    with pytest.warns(DeprecationWarning, match=r"isobit\.reveal\.certify is now .*compare_orders"):
+        assert isobit.reveal.certify is isobit.reveal.compare_orders
+    with pytest.warns(DeprecationWarning, match="Certificate is now .*OrderComparison"):
+        assert isobit.reveal.Certificate is isobit.reveal.OrderComparison
+    assert not {"certify", "Certificate"} & {*dir(isobit.reveal), *isobit.reveal.__all__}
+    with pytest.warns(DeprecationWarning, match="of= of Samples.packed is now total=") as seen:
+        old = isobit.Samples.packed([3, 5], first=2, of=4)
+    assert seen[0].filename == __file__  # the line to change
+    assert old == isobit.Samples.packed([3, 5], first=2, total=4)
+    with pytest.warns(DeprecationWarning, match="is now total="):
+        assert isobit.Samples.padded([1, 2], width=2, of=2).total == 2
+    with pytest.warns(DeprecationWarning, match="is now total="):
+        assert isobit.Samples.cumulative([0, 1, 2], of=2).total == 2
+    with pytest.warns(DeprecationWarning, match="of= of GlobalBatch"):
+        batch = isobit.parallel.GlobalBatch(of=8, ranks=2)
+    assert (
+        batch == isobit.parallel.GlobalBatch(total=8, ranks=2) == isobit.parallel.GlobalBatch(8, 2)
+    )
+    for one in (old, batch, batch.share(0)):
+        with pytest.warns(DeprecationWarning, match=r"\.of of \w+ is now \.total"):
+            assert one.of == one.total
+    with pytest.raises(TypeError, match="got total, and of, its old name"):
+        isobit.Samples.packed([1], of=1, total=1)
+
+
+@pytest.mark.filterwarnings("error")
+def test_new_names_warn_of_nothing():
+    share = isobit.parallel.GlobalBatch(total=8, ranks=2).share(1)
+    assert isobit.Samples.packed([1] * 4, first=share.first, total=share.total).is_share
+    assert isobit.reveal.compare_orders.__name__ == "compare_orders"

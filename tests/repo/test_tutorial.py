@@ -30,7 +30,7 @@ def test_the_tutorial_works(tmp_path):
     environment = os.environ | {"PATH": f"{bin_folder}:{os.environ['PATH']}"}
     seen = []
     for command in commands:
-        if "isobit new" in command:
+        if "isobit contract new" in command:
             command += " --force"
         if seen and "exit 1" in seen[-1]:  # section 4
             text = (tmp_path / "my_kernels.py").read_text()
@@ -52,7 +52,7 @@ def test_the_tutorial_works(tmp_path):
             # A quiet machine shrinks it to 65; a busy one stops where its time ends.
             assert int(re.search(r'"rows":256,"n":(\d+)', done.stdout)[1]) >= 65
             assert "BROKEN rms-norm-v1/rows: rows " in done.stdout
-        if "isobit new" in command:
+        if "isobit contract new" in command:
             assert "FILL IN" in (tmp_path / "rms-norm-v1.contract.yaml").read_text()
             (tmp_path / "rms-norm-v1.contract.yaml").write_text(files["rms-norm-v1.contract.yaml"])
         seen.append(command)

@@ -137,7 +137,7 @@ def test_kernels_serve_in_a_fresh_environment(isobit):
 
 def test_contracts_and_shipped_evidence_in_a_fresh_environment(isobit, tmp_path):
     """Nothing was judged there; what is shipped is valid for the installed files as for those of the checkout."""
-    done = isobit("isobit", "status", "isobit", "--json")
+    done = isobit("isobit", "contract", "status", "isobit", "--json")
     assert done.returncode == 2, done.stderr
     found = json.loads(done.stdout)["contracts"]
     assert {c["verdict"] for c in found} == {"not-judged"}

@@ -49,7 +49,7 @@ def certificate(n=96, alone="blocks"):
         "batch of 8": stripes(n, 8, pairs),
         "alone": blocks(n, 32, chain) if alone == "blocks" else chain(range(n)),
     }
-    return isobit.reveal.certify(lambda name: target_of(branches[name], n), list(branches))
+    return isobit.reveal.compare_orders(lambda name: target_of(branches[name], n), list(branches))
 
 
 def place_of(layer, at, call=0, backward=False):

@@ -21,19 +21,20 @@ def guilty(*shares, **others):
 
 
 SENTENCES = {
-    "2 of 29 judged operators depend on the batch; one of them, aten::mm in model.layers.0.mlp.up_proj, makes 98 % of "
-    "the effect (5 of 23 log-probabilities differ, by at most 3.0e-3); nothing else does: with all of them "
-    "substituted, “batch of 8” equals “alone” bit for bit.": guilty(0.98, 0.02),
-    "1 of 29 judged operators depends on the batch; it makes 100 % of the effect (5 of 23 log-probabilities differ, by "
-    "at most 3.0e-3); nothing else does: with it substituted, “batch of 8” equals “alone” bit for bit.": guilty(1.0),
-    "5 of 29 judged operators depend on the batch; 4 of them make 95 % of the effect of those found (5 of 23 "
-    "log-probabilities differ, by at most 3.0e-3); the list is not complete: with all of them substituted, 2 of 23 "
-    "log-probabilities still differ (two rows are mixed).": guilty(
+    "2 of 29 judged operators depend on the batch; one of them, aten::mm in model.layers.0.mlp.up_proj, accounts for "
+    "98 % of the difference (5 of 23 log-probabilities differ, by at most 3.0e-3); with all of them substituted, "
+    "“batch of 8” matches “alone” bit for bit.": guilty(0.98, 0.02),
+    "1 of 29 judged operators depends on the batch; it accounts for 100 % of the difference (5 of 23 "
+    "log-probabilities differ, by at most 3.0e-3); with it substituted, “batch of 8” matches “alone” bit "
+    "for bit.": guilty(1.0),
+    "5 of 29 judged operators depend on the batch; 4 of them account for 95 % of the difference made by those "
+    "found (5 of 23 log-probabilities differ, by at most 3.0e-3); the list is not complete: with all of them "
+    "substituted, 2 of 23 log-probabilities still differ (two rows are mixed).": guilty(
         0.4, 0.3, 0.2 - 1e-9, 0.05, 0.05 + 1e-9, complete=False, remaining=fakes.effect_of(2),
         why_not="two rows are mixed",
     ),
     "2 of 29 judged operators depend on the batch; they change none of 23 log-probabilities for this input; the list "
-    "is complete: with all of them substituted, “batch of 8” equals “alone” bit for bit.": guilty(
+    "is complete: with all of them substituted, “batch of 8” matches “alone” bit for bit.": guilty(
         0.0, 0.0, effect=NO_EFFECT
     ),
     "1 of 29 judged operators depends on the batch; 5 of 23 log-probabilities differ, by at most 3.0e-3, and none of "

@@ -60,7 +60,7 @@ CLAIMS = (
         2000,
         3,
         "3 of 64 differ",
-        "isobit replay c-v1/error",
+        "isobit contract replay c-v1/error",
         (CAUGHT,),
     ),
     ClaimRecord(
@@ -288,7 +288,7 @@ def test_junit_counts_and_says_why():
     assert suites["top-v1"].get("errors") == "1"  # a contract without evidence is not a pass
     failure = suites["c-v1"].find("testcase[@name='error']/failure")
     assert "3 of 2,000 differ" in failure.text
-    assert "isobit replay c-v1/error" in failure.text
+    assert "isobit contract replay c-v1/error" in failure.text
     assert HOSTILE in suites["bad-v1"].find("testcase/failure").text
 
 

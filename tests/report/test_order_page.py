@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 import pytest
 
 import isobit
-from isobit.reveal.certificate import Certificate, OrderClass
+from isobit.reveal.certificate import OrderClass, OrderComparison
 from isobit.reveal.report.page import draw_certificate, write_page
 from isobit.reveal.tree import Tree
 from tests.reveal.kernels import ORDERS, blocks, chain, pairs, target_of
@@ -18,7 +18,7 @@ def certificate_of(*branches, n, names=None):
         OrderClass((name,), Tree("t", n, branch), None)
         for name, branch in zip(names, branches, strict=True)
     ]
-    return Certificate(tuple(classes), ())
+    return OrderComparison(tuple(classes), ())
 
 
 @pytest.mark.parametrize("n", [1, 2, 16, 33, 4096])
@@ -68,7 +68,7 @@ def test_a_page_is_offline_and_escaped():
 
 
 def test_a_page_names_what_was_refused():
-    found = isobit.reveal.certify(
+    found = isobit.reveal.compare_orders(
         lambda name: target_of(chain(range(9)), 9) if name else max, [1, 0], 9
     )
     page = write_page(found, "t")

@@ -180,7 +180,7 @@ def to_nearest(x):
 
 def test_two_ways_to_cut_terms_are_two_arithmetics():
     kernels = {"truncated": lambda x: fold(truncated(x)), "rounded": lambda x: fold(to_nearest(x))}
-    found = isobit.reveal.certify(kernels.get, list(kernels), n=16)
+    found = isobit.reveal.compare_orders(kernels.get, list(kernels), n=16)
     assert [c.tree.arithmetic.cut_how for c in found.classes] == ["truncated", "rounded"]
 
 

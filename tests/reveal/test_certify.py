@@ -19,7 +19,7 @@ def by_rows(m):
 
 
 def test_one_order_is_one_class():
-    found = isobit.reveal.certify(lambda m: target_of(pairs(range(64)), 64), [1, 2, 64])
+    found = isobit.reveal.compare_orders(lambda m: target_of(pairs(range(64)), 64), [1, 2, 64])
     assert found.kept
     assert found.count == 3
     assert found.digest == found.classes[0].tree.digest
@@ -29,7 +29,7 @@ def test_one_order_is_one_class():
 
 
 def test_an_order_chosen_from_the_batch_is_two_classes():
-    found = isobit.reveal.certify(by_rows, [1, 8, 16, 64])
+    found = isobit.reveal.compare_orders(by_rows, [1, 8, 16, 64])
     assert not found.kept
     assert found.digest is None
     assert found.claim == "no claim"
@@ -41,7 +41,7 @@ def test_equal_orders_with_other_arithmetic_are_two_classes():
     def narrow(a, b):
         return (a + b).bfloat16().float()
 
-    found = isobit.reveal.certify(
+    found = isobit.reveal.compare_orders(
         lambda m: target_of(chain(range(40)), 40, add=narrow if m else torch.add), [0, 1]
     )
     assert len(found.classes) == 2
@@ -50,7 +50,7 @@ def test_equal_orders_with_other_arithmetic_are_two_classes():
 
 
 def test_what_cannot_be_shown_is_named():
-    found = isobit.reveal.certify(lambda name: getattr(torch, name), ["sum", "amax"], 20)
+    found = isobit.reveal.compare_orders(lambda name: getattr(torch, name), ["sum", "amax"], 20)
     assert not found.kept
     assert [name for name, _ in found.refused] == ["amax"]
     assert found.count == 2
@@ -59,11 +59,11 @@ def test_what_cannot_be_shown_is_named():
 
 def test_no_configuration_is_refused():
     with pytest.raises(isobit.ArgumentError, match="certify nothing"):
-        isobit.reveal.certify(by_rows, [])
+        isobit.reveal.compare_orders(by_rows, [])
 
 
 def test_keywords_name_what_varies():
-    found = isobit.reveal.certify(targets.sum, [{"k": 40, "m": m} for m in (1, 2, 3, 5)])
+    found = isobit.reveal.compare_orders(targets.sum, [{"k": 40, "m": m} for m in (1, 2, 3, 5)])
     assert found.classes[0].label == "m=1–3, 5"
 
 

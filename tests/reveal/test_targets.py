@@ -17,7 +17,7 @@ HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 def test_stock_linear_has_several_orders_and_ours_one():
-    stock = isobit.reveal.certify(targets.linear, [{"k": 1024, "m": m} for m in M])
+    stock = isobit.reveal.compare_orders(targets.linear, [{"k": 1024, "m": m} for m in M])
     assert len(stock.classes) > 1  # the control
     assert not stock.refused
     if HAS_AVX512:
@@ -31,7 +31,7 @@ def test_ours_is_the_defined_order(name, dtype):
     configurations = [{"k": 1024, "n": 200, "dtype": dtype}]
     if name != "bias_grad":
         configurations = [{**configurations[0], "m": m} for m in M]
-    found = isobit.reveal.certify(TARGETS[name], configurations)
+    found = isobit.reveal.compare_orders(TARGETS[name], configurations)
     assert found.matches(digest(expected_order(name, 1024, dtype))), str(found)
     assert found.classes[0].tree.replayed >= 8
 
@@ -168,7 +168,7 @@ def test_any_callable_is_a_target():
 @pytest.mark.full
 def test_gloo_adds_each_chunk_in_another_order_of_ranks():
     with targets.Ranks(4, 64) as group:
-        found = isobit.reveal.certify(group.element, [{"element": e} for e in range(64)])
+        found = isobit.reveal.compare_orders(group.element, [{"element": e} for e in range(64)])
     assert [c.label for c in found.classes] == [
         "element=0–15",
         "element=16–31",

@@ -153,7 +153,7 @@ def test_hostile_lines_are_refused_by_file_and_line(tmp_path, capsys, name):
     first = json.dumps(records()[0]).encode() + b"\n"
     wrong.write_bytes(first + (line if isinstance(line, bytes) else line.encode()) + b"\n")
     for sides in ((good, wrong), (wrong, good), (wrong, wrong)):
-        assert main(["rollout", "compare", *map(str, sides)]) == 2
+        assert main(["compare", "rollouts", *map(str, sides)]) == 2
         said = capsys.readouterr().err
         assert "line 2 of wrong.jsonl" in said
         assert "remedy" in said
@@ -174,11 +174,11 @@ def test_unusual_lines_are_read(tmp_path, capsys, name):
     line = json.dumps(records()[0] | UNUSUAL[name], ensure_ascii=name == "a lone surrogate")
     path = tmp_path / "a.jsonl"
     path.write_text(line + "\n", encoding="utf-8")
-    assert main(["rollout", "compare", str(path), str(path)]) == 0
+    assert main(["compare", "rollouts", str(path), str(path)]) == 0
     other = write(tmp_path / "b.jsonl", [records()[0] | UNUSUAL[name] | {"token_ids": [1] * 5}])
     page = tmp_path / "page.html"
-    assert main(["rollout", "compare", str(path), str(other), "--html", str(page)]) == 1
-    assert main(["rollout", "compare", str(path), str(other), "--json"]) == 1
+    assert main(["compare", "rollouts", str(path), str(other), "--html", str(page)]) == 1
+    assert main(["compare", "rollouts", str(path), str(other), "--json"]) == 1
     assert page.stat().st_size
     capsys.readouterr()
 
@@ -187,20 +187,20 @@ def test_unusual_lines_are_read(tmp_path, capsys, name):
 def test_numbers_that_are_not_finite_are_a_finding(tmp_path, capsys, value):
     line = '{"token_ids": [1, 2], "logprobs": [-1.0, ' + value + "]}"
     path = write(tmp_path / "a.jsonl", [line])
-    assert main(["rollout", "compare", str(path), str(path)]) == 1
+    assert main(["compare", "rollouts", str(path), str(path)]) == 1
     assert "not finite" in capsys.readouterr().out
 
 
 def test_an_id_twice_is_a_finding(tmp_path, capsys):
     path = write(tmp_path / "a.jsonl", [records()[0], records()[1] | {"id": 0}])
-    assert main(["rollout", "compare", str(path), str(path)]) == 1
+    assert main(["compare", "rollouts", str(path), str(path)]) == 1
     assert "ids twice" in capsys.readouterr().out
 
 
 def test_what_is_no_file_is_refused(tmp_path, capsys):
     good = write(tmp_path / "good.jsonl", records())
-    assert main(["rollout", "compare", str(good), "/dev/zero"]) == 2
-    assert main(["rollout", "compare", str(tmp_path), str(good)]) == 2
+    assert main(["compare", "rollouts", str(good), "/dev/zero"]) == 2
+    assert main(["compare", "rollouts", str(tmp_path), str(good)]) == 2
     capsys.readouterr()
 
 
@@ -217,9 +217,9 @@ def test_the_command(tmp_path, capsys):
     stale = write(tmp_path / "stale.jsonl", with_weights(records(spoiled), weight + 1))
     empty = write(tmp_path / "empty.jsonl", [])
     page = tmp_path / "page.html"
-    assert main(["rollout", "compare", str(good), str(good)]) == 0
+    assert main(["compare", "rollouts", str(good), str(good)]) == 0
     assert "equal: 0 of 10 log-probabilities differ" in capsys.readouterr().out
-    assert main(["rollout", "compare", str(good), str(numerics), "--html", str(page)]) == 1
+    assert main(["compare", "rollouts", str(good), str(numerics), "--html", str(page)]) == 1
     said = capsys.readouterr().out
     assert "numerics" in said
     assert "1 of 10" in said
@@ -227,12 +227,12 @@ def test_the_command(tmp_path, capsys):
     for words in ("numerics: 1 finding", "weights: equal", "semantics: equal", "gen_kl_error"):
         assert words in shown
     assert "http" not in shown
-    assert main(["rollout", "compare", str(good), str(stale), "--json"]) == 1
+    assert main(["compare", "rollouts", str(good), str(stale), "--json"]) == 1
     record = json.loads(capsys.readouterr().out)
     assert (record["cause"], record["equal"]) == ("weights", False)
     assert record["findings"][0]["remedy"]
-    assert main(["rollout", "compare", str(empty), str(empty)]) == 2
-    assert main(["rollout", "compare", str(good), str(tmp_path / "none.jsonl")]) == 2
+    assert main(["compare", "rollouts", str(empty), str(empty)]) == 2
+    assert main(["compare", "rollouts", str(good), str(tmp_path / "none.jsonl")]) == 2
 
 
 def test_hostile_names_are_escaped(tmp_path):
@@ -240,5 +240,5 @@ def test_hostile_names_are_escaped(tmp_path):
     other = line | {"token_ids": [5, 6, 7, 8, 1]}
     page = tmp_path / "page.html"
     sides = [str(write(tmp_path / f"{i}.jsonl", [x])) for i, x in enumerate((line, other))]
-    assert main(["rollout", "compare", *sides, "--html", str(page)]) == 1
+    assert main(["compare", "rollouts", *sides, "--html", str(page)]) == 1
     assert "<script>" not in page.read_text()

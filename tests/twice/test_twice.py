@@ -143,7 +143,7 @@ def test_the_script_is_run_as_python_would(here, capsys):
         "assert sys.path[0] == os.path.dirname(os.path.realpath(__file__)), sys.path\n"
         "assert os.getcwd() != sys.path[0] and 'PYTHONSAFEPATH' not in os.environ\n",
     )
-    words = ["twice", str(script), "--steps", "1", "-q", "--json", "--html", "page.html"]
+    words = ["compare", "runs", str(script), "--steps", "1", "-q", "--json", "--html", "page.html"]
     assert main.main([*words, "--", "--lr", "0.1"]) == 0
     assert "equal: 1 steps" in (here / "page.html").read_text()
     record = json.loads(capsys.readouterr().out)
@@ -155,7 +155,7 @@ def test_the_script_is_run_as_python_would(here, capsys):
 @pytest.mark.full
 def test_the_command_says_what_differs(here, capsys):
     planted, _ = PLANTED["the clock is in the loss"]
-    assert main.main(["twice", str(write(here, **planted)), "--steps", "1", "-q"]) == 1
+    assert main.main(["compare", "runs", str(write(here, **planted)), "--steps", "1", "-q"]) == 1
     shown = capsys.readouterr().out
     assert "first difference: step 0, loss" in shown
     assert "aten::mul" in shown
@@ -173,9 +173,9 @@ def test_a_script_that_fails_or_does_not_train_is_not_equal(here, capsys):
         ("import os; os._exit(0)", "no step"),
     ):
         script.write_text(text)
-        assert main.main(["twice", str(script), "-q"]) == 2
+        assert main.main(["compare", "runs", str(script), "-q"]) == 2
         assert word in capsys.readouterr().err
-    assert main.main(["twice", str(here / "nothing.py"), "-q"]) == 2
+    assert main.main(["compare", "runs", str(here / "nothing.py"), "-q"]) == 2
     capsys.readouterr()
 
 

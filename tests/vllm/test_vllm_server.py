@@ -1,4 +1,4 @@
-"""`vllm serve` with isobit's worker is kept on every axis of `isobit audit --server`; stock vLLM is not.
+"""`vllm serve` with isobit's worker is kept on every axis of `isobit compare server`; stock vLLM is not.
 
 The servers run in the environment that ./setup_vllm makes.
 """

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from isobit.auditing.auditor import AxisAudit, Progress, Wishes
+from isobit.auditing.auditor import AuditOptions, AxisAudit, Progress
 from isobit.auditing.axes.axes import AXES_BY_NAME, NotApplicableError
 from isobit.auditing.axes.axes import batch as batch_axis
 from isobit.auditing.axes.compiled_axis import CompiledAudit
@@ -89,13 +89,13 @@ def audit(
             received="effect='grad' without it",
             remedy="pass backward=True, or leave effect out",
         )
-    wishes = Wishes(effect, blame, progress, backward, orders)
+    options = AuditOptions(effect, blame, progress, backward, orders)
     reports: list[AxisReport] = []
     skipped: list[Skipped] = []
     with torch.no_grad(), left_as_it_was(model):
         for axis in dict.fromkeys(vary):
             try:
-                reports.append(audit_axis(axis, inputs, sample, wishes))
+                reports.append(audit_axis(axis, inputs, sample, options))
             except NotApplicableError as error:
                 skipped.append(Skipped(axis, str(error)))
     command = f"isobit.audit(model, batch, vary={tuple(vary)!r}, backward={backward})"
@@ -130,34 +130,34 @@ def check(inputs: Inputs, vary: Sequence[str], blame: str, sample: int) -> None:
         )
 
 
-def audit_axis(axis: str, inputs: Inputs, sample: int, wishes: Wishes) -> AxisReport:
+def audit_axis(axis: str, inputs: Inputs, sample: int, options: AuditOptions) -> AxisReport:
     """Audit one axis; raise NotApplicableError if these inputs do not have it."""
     if axis == "compile":
-        if wishes.backward:
+        if options.backward:
             raise NotApplicableError("compiled modules are audited forward; leave backward out")
         check_eager(inputs.model)
-        return CompiledAudit(inputs, wishes).report()
-    variation = variation_of(axis, inputs, sample, wishes)
-    report = AxisAudit(inputs.model, variation, wishes).report()
+        return CompiledAudit(inputs, options).report()
+    variation = variation_of(axis, inputs, sample, options)
+    report = AxisAudit(inputs.model, variation, options).report()
     return variation.after(report) if variation.after else report
 
 
-def variation_of(axis: str, inputs: Inputs, sample: int, wishes: Wishes) -> Variation:
+def variation_of(axis: str, inputs: Inputs, sample: int, options: AuditOptions) -> Variation:
     """Return what changes on an axis, with a backward pass if it is asked for."""
     if axis == "dp":
-        if not wishes.backward:
+        if not options.backward:
             raise NotApplicableError("ranks differ in their gradients only: audit with backward")
-        return data_parallel(inputs, wishes.effect)
+        return data_parallel(inputs, options.effect)
     if axis == "tp":
-        if wishes.backward:
+        if options.backward:
             raise NotApplicableError("tensor parallelism is audited forward; leave backward out")
         return tensor_parallel(inputs)
     if axis not in AXES_BY_NAME:
         raise NotApplicableError(f"isobit.audit cannot vary {axis} in this process")
-    if not wishes.backward:
+    if not options.backward:
         return AXES_BY_NAME[axis](inputs, sample)
     if axis in WITHOUT_BACKWARD:
         raise NotApplicableError(CACHED)
     every = axis == "batch"
     made = batch_axis(inputs, sample, every) if every else AXES_BY_NAME[axis](inputs, sample)
-    return Backward(inputs.model, wishes.effect).add_to(made)
+    return Backward(inputs.model, options.effect).add_to(made)

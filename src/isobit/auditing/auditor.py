@@ -36,7 +36,7 @@ Rows = Mapping[str, list[Tensor]]
 
 
 @dataclass(frozen=True)
-class Wishes:
+class AuditOptions:
     """What an audit is asked for."""
 
     effect: str | None = None
@@ -49,15 +49,15 @@ class Wishes:
 class AxisAudit:
     """The audit of one axis."""
 
-    def __init__(self, model: nn.Module, variation: Variation, wishes: Wishes) -> None:
-        self.model, self.variation, self.wishes = model, variation, wishes
-        self.outcomes = Outcomes(model, variation, wishes.effect, merged=variation.accumulates)
+    def __init__(self, model: nn.Module, variation: Variation, options: AuditOptions) -> None:
+        self.model, self.variation, self.options = model, variation, options
+        self.outcomes = Outcomes(model, variation, options.effect, merged=variation.accumulates)
         self.seconds: dict[str, float] = {}
 
     def report(self) -> AxisReport:
         """Run the audit."""
         plain, again = self.time_plain_run()
-        check_effect(self.wishes.effect, plain)
+        check_effect(self.options.effect, plain)
         with self.timed("find"):
             recorders, theirs = self.record()
             watcher, substituted = self.watch(recorders)
@@ -73,9 +73,9 @@ class AxisAudit:
         with self.timed("rank"):
             blame = self.rank(watcher, start, last, kept)
         guilty = self.guilty(watcher.findings, blame)
-        if self.wishes.orders:
+        if self.options.orders:
             guilty = add_orders(
-                guilty, watcher.findings, self.variation, self.wishes.orders, self.say
+                guilty, watcher.findings, self.variation, self.options.orders, self.say
             )
         complete, why = self.close(again, last, target, watcher, recorders)
         v = self.variation
@@ -129,8 +129,8 @@ class AxisAudit:
 
     def say(self, stage: str, done: int, total: int) -> None:
         """Report progress."""
-        if self.wishes.progress is not None:
-            self.wishes.progress(f"{self.variation.axis}: {stage}", done, total)
+        if self.options.progress is not None:
+            self.options.progress(f"{self.variation.axis}: {stage}", done, total)
 
     def outputs(
         self, run: Callable[[], Any], mode: Any = None, seed: int = SEED
@@ -214,7 +214,7 @@ class AxisAudit:
             assert found is not None
             return found
 
-        return rank(watcher.findings, self.wishes.blame, first, final, run)
+        return rank(watcher.findings, self.options.blame, first, final, run)
 
     def close(
         self,

@@ -131,7 +131,7 @@ class Guilty:
         shapes: shapes of the inputs in the audited run and in the variant, as text.
         share: the part of the axis's whole effect that this operator makes; shares of an axis add up to 1.
         effect: what substituting this operator's result changes.
-        orders: a `reveal.certificate.Certificate` of the operator at both shapes, where it sums and was revealed.
+        orders: a `reveal.certificate.OrderComparison` of the operator at both shapes, where it sums and was revealed.
         why_no_order: why there is none.
         remedy: what to use instead.
         price: time of isobit's operator over time of this one at this shape, where there is one.

@@ -1,70 +1,127 @@
-"""`isobit audit`: name the operators that make a model depend on the batch, ranked by what they do."""
+"""`isobit audit`: name the operators that make a model depend on the batch, ranked by their effect."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from isobit.auditing.api import audit
-from isobit.auditing.inputs import Inputs, as_inputs
-from isobit.auditing.records import AXES, Audit
+from isobit.auditing.records import AXES, DEFAULT_AXES, Audit
 from isobit.auditing.report.json import audit_as_json
 from isobit.auditing.report.page import write_audit_page
 from isobit.auditing.report.sarif import audit_as_sarif
 from isobit.auditing.report.text import describe_audit
-from isobit.auditing.script_capture import capture_call
-from isobit.auditing.subjects import (
-    batch_of,
-    from_factory,
-    from_transformers,
-    random_tokens,
-    read_samples,
-)
-from isobit.cli.audit_dumps import run_dumps
-from isobit.cli.audit_server import run_server
-from isobit.cli.progress import SELDOM, Steps
+from isobit.cli.arguments import add_trust, axes_among, check_script, long_dtype, shape
+from isobit.cli.progress import SELDOM, Steps, add_quiet
 from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import say
-from isobit.errors import ArgumentError
 from isobit.foundation import files
 from isobit.foundation.trusted_folder import serve_folder
-from isobit.gates.model.models import MODELS, build_model
-from isobit.integrations.transformers.enabling import enable
+
+if TYPE_CHECKING:
+    import torch
+
+    from isobit.auditing.inputs import Inputs
+
 
 SHAPE = (8, 24)  # samples and tokens
-PICTURES = 3  # orders that a page shows unless --orders says otherwise
+PICTURES = 3  # orders that an HTML report shows unless --orders says otherwise
+
+# Listed here because their own module loads torch; a test compares.
+BLAMES = ("auto", "one", "class", "layer", "bisect")
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command's options."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "audit",
+        description="Run a model, call each of its operators again as it would be called for one sample alone (or "
+        "without padding, or through a cache), and compare bits. Then substitute the results one after another and "
+        "measure how much each operator changes the log-probabilities. Exit 0: none guilty; 1: some are; 2: not enough "
+        "was judged to say.",
+        epilog="arguments after -- are passed to the script: isobit audit train.py --backward -- --lr 0.1",
+    )
+    parser.add_argument(
+        "model",
+        help="a folder or hub id that transformers loads, a name of `isobit gate model --model`, "
+        "package.module:factory (returns a model and a batch), or script.py (its first call of a model is audited)",
+    )
+    add_inputs(parser)
+    parser.add_argument(
+        "--vary",
+        type=axes_among(*AXES),
+        metavar="AXIS,AXIS…",
+        help=f"of {', '.join(AXES)} (default: {','.join(DEFAULT_AXES)}; with --backward without decode)",
+    )
+    parser.add_argument(
+        "--backward", action="store_true", help="audit gradients, too (decode and chunks have none)"
+    )
+    parser.add_argument(
+        "--effect",
+        metavar="logp|loss|grad|NAME",
+        help="what the effect is measured on; NAME is an output of the model",
+    )
+    parser.add_argument(
+        "--blame",
+        choices=BLAMES,
+        default="auto",
+        help="how guilty operators are measured: each, or in groups (default: %(default)s)",
+    )
+    add_reports(parser)
+    add_trust(parser)
+    add_quiet(parser)
+
+
+def add_reports(parser: argparse.ArgumentParser) -> None:
+    """Add the options for what is written."""
+    parser.add_argument(
+        "--orders",
+        type=int,
+        metavar="N",
+        help="number of guilty operators whose addition order is revealed, for both shapes (default: 3 with --html)",
+    )
+    for form in ("html", "sarif"):
+        parser.add_argument(f"--{form}", type=Path, metavar="FILE", help=f"write a {form} report")
+    parser.add_argument("--json", action="store_true", help="print a JSON record instead of tables")
+
+
+def add_inputs(parser: argparse.ArgumentParser) -> None:
+    """Add the options for what the model is run on."""
+    parser.add_argument(
+        "--inputs",
+        type=Path,
+        metavar="FILE.jsonl",
+        help='one sample per line: {"prompt": text} or {"input_ids": [numbers]}; padded on the left',
+    )
+    parser.add_argument(
+        "--shape",
+        type=shape,
+        metavar="BxT",
+        help="otherwise random tokens: samples × tokens (default: 8x24)",
+    )
+    parser.add_argument("--sample", type=int, default=0, help="which runs alone (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="of random tokens (default: 0)")
+    parser.add_argument(
+        "--dtype",
+        type=long_dtype("float32", "bfloat16", "float16"),
+        metavar="fp32|bf16|fp16",
+        help="load the model in this dtype (default: its own)",
+    )
+    parser.add_argument("--device", default="cpu", help="where the model runs (default: cpu)")
+    parser.add_argument(
+        "--enable", action="store_true", help="audit the model as isobit.enable(model) makes it"
+    )
+    parser.add_argument(
+        "--call", type=int, default=0, help="of a script: which call of a model (default: 0)"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Audit a model or a server, or compare two dumps, and print what was found."""
-    if options.server is not None:
-        return run_server(options)
-    if options.served is not None:
-        raise ArgumentError(
-            expected="--model NAME with --server URL",
-            received=f"--model {options.served} alone",
-            remedy=f"isobit audit {options.served} loads a model here; --server asks one that is served",
-        )
-    if options.dumps:
-        given = [name for name in ("model", "html", "sarif") if getattr(options, name)]
-        if given:
-            raise ArgumentError(
-                expected="--dumps A B with --rows, --json or --quiet only",
-                received=f"--dumps and {', '.join(given)}",
-                remedy="leave them out, or redirect the output of --json to a file",
-            )
-        return run_dumps(options)
-    if options.model is None:
-        raise ArgumentError(
-            expected="a model, package.module:factory or script.py; or --dumps A B, or --server URL",
-            received="nothing",
-            remedy="isobit audit --help",
-        )
-    axes = check_axes(options.vary)
+    """Audit a model and print what was found."""
+    from isobit.auditing.api import audit
+    from isobit.integrations.transformers.enabling import enable
+
     orders = options.orders if options.orders is not None else PICTURES if options.html else 0
     with Steps(f"loading {options.model}", quiet=options.quiet, every=SELDOM) as steps:
         inputs = load(options)
@@ -73,7 +130,7 @@ def run(options: argparse.Namespace) -> int:
         found = audit(
             inputs.model,
             inputs.named if not inputs.args else (*inputs.args,),
-            axes,
+            options.vary,
             backward=options.backward,
             sample=options.sample,
             effect=options.effect,
@@ -87,30 +144,26 @@ def run(options: argparse.Namespace) -> int:
     return found.exit_code
 
 
-def check_axes(given: list[str] | None) -> list[str] | None:
-    """Return the axes of a model, None for the usual ones; raise for those of a server."""
-    unknown = [axis for axis in given or () if axis not in AXES]
-    if unknown:
-        raise ArgumentError(
-            expected=f"axes of a model: {', '.join(AXES)}",
-            received=", ".join(unknown),
-            remedy="these are a server's: pass --server URL --model NAME, or choose others",
-        )
-    return given or None
-
-
 def load(options: argparse.Namespace) -> Inputs:
     """Return the model and the inputs that the command line names."""
+    import torch
+
+    from isobit.auditing.inputs import as_inputs
+    from isobit.auditing.script_capture import capture_call
+    from isobit.auditing.subjects import (
+        batch_of,
+        from_factory,
+        from_transformers,
+        random_tokens,
+        read_samples,
+    )
+    from isobit.gates.model.models import MODELS, build_model
+
     name: str = options.model
     dtype: torch.dtype | None = getattr(torch, options.dtype) if options.dtype else None
     if name.endswith(".py"):
         script = Path(name)
-        if not script.is_file():
-            raise ArgumentError(
-                expected="a Python script",
-                received=f"no such file: {name}",
-                remedy="name a script by its path; words after -- go to the script",
-            )
+        check_script(script)
         return capture_call(script, options.passed_on, options.call)
     if ":" in name:
         serve_folder([name.partition(":")[0].partition(".")[0], *options.trust])

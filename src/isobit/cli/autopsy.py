@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -15,15 +16,37 @@ from isobit.foundation import files
 from isobit.foundation.majority import name_ranks
 from isobit.foundation.plain_text import one_line
 from isobit.foundation.records import to_json
-from isobit.simulator.autopsy.examine import Autopsy, Last, examine
 from isobit.simulator.autopsy.page import write_autopsy_page
+
+if TYPE_CHECKING:
+    from isobit.simulator.autopsy.examine import Autopsy, Last
+
 
 FRAMES = 4  # of a stack that are printed
 MOST_SHOWN = 12  # lines of each kind; --json has all
 
 
+def add_parser(commands: Any) -> None:
+    """Add the command's options."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "autopsy",
+        description="Read the files that torch's flight recorder wrote when a job hung, pickles or JSON, one per rank. "
+        "Line up the calls of all ranks, and name the ranks that did not join, or the first call on which ranks "
+        "disagree, with stacks. Lines of NCCL's watchdog and output of py-spy in the folder are repeated. No file is "
+        "executed: pickles may hold plain data only. Exit 0: no call is in progress; 1: a hang or a mismatch; 2: no "
+        "dump could be read.",
+    )
+    parser.add_argument("folder", type=Path, help="a folder with the files of all ranks")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write an HTML report that needs nothing else"
+    )
+    parser.add_argument("--json", action="store_true", help="print a JSON record instead of text")
+
+
 def run(options: argparse.Namespace) -> int:
     """Examine the folder and print what its dumps show."""
+    from isobit.simulator.autopsy.examine import examine
+
     found = examine(options.folder)
     record = as_record(options, found)
     if options.html:

@@ -1,4 +1,4 @@
-"""`isobit check`: judge any kernel by claims that do not ask for isobit's own bits."""
+"""`isobit check`: judge any kernel by claims that do not require isobit's own bits."""
 
 from __future__ import annotations
 
@@ -9,45 +9,143 @@ from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-import torch
-
+from isobit.cli.arguments import SHORT, long_dtype
 from isobit.cli.contract_options import exit_code
-from isobit.cli.options.check import TARGET
-from isobit.cli.progress import SELDOM, Steps
+from isobit.cli.progress import SELDOM, Steps, add_quiet
 from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import make_console, say_json
 from isobit.cli.verify import claims_table
 from isobit.contracts.authoring.explain import explain
-from isobit.contracts.judge.binding import bind, named_function, plant
-from isobit.contracts.judge.sabotage_trials import try_one
-from isobit.contracts.judge.verify import verify_contract
 from isobit.contracts.language.contract import Contract
-from isobit.contracts.language.load import load_contract
 from isobit.contracts.options import Options
 from isobit.contracts.report.page import draw_contracts
-from isobit.contracts.store import ladder
-from isobit.contracts.store.tree import library
 from isobit.errors import ArgumentError, EngineError, in_one_line
 from isobit.foundation import files
 from isobit.foundation.plain_text import one_line
 from isobit.foundation.records import ClaimRecord, ContractStatus, Section
 from isobit.foundation.trusted_folder import serve_folder
-from isobit.library.any_kernel.kernel_call import first_call
-from isobit.library.any_kernel.kernel_run import KernelRun, running_kernels
-from isobit.library.any_kernel.kernel_sizes import (
-    only_used,
-    sizes_in_words,
-    with_few_sizes,
-    with_given_sizes,
-)
+from isobit.library.any_kernel.signatures import LIKE
 
-LEVEL = 2
-DTYPES = ("float32", "bfloat16", "float16")
+TARGET = "sm_90"
+CONFIGURATIONS = 8
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command's options."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "check",
+        description="Judge a function that computes a known operator: rows do not depend on their batch, storage and "
+        "threads change nothing, output and gradients are within the error of any order of addition. isobit's own "
+        "bits are not required. Exit 0: all kept; 1: something is broken; 2: it could not be called.",
+        epilog="called as: " + "; ".join(LIKE.values()),
+    )
+    parser.add_argument(
+        "code",
+        metavar="CODE",
+        help="package.module:name or FILE.py:name, of a function or module; it is imported, also from here",
+    )
+    parser.add_argument("--like", required=True, choices=sorted(LIKE), help="what it computes")
+    parser.add_argument(
+        "--dtype",
+        action="append",
+        type=long_dtype(*SHORT),
+        metavar="DTYPE",
+        help="judge this dtype only; repeatable (default: fp32, bf16 and fp16)",
+    )
+    parser.add_argument(
+        "--with",
+        dest="named",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a keyword argument of the call, or of a class's constructor, as eps=1e-6; repeatable",
+    )
+    parser.add_argument(
+        "--forward-only",
+        action="store_true",
+        help="judge the output alone, for kernels without a backward",
+    )
+    parser.add_argument(
+        "--device", default="cpu", help="where inputs are when the kernel is called (default cpu)"
+    )
+    parser.add_argument(
+        "--target",
+        default=TARGET,
+        metavar="GPU",
+        help=f"the GPU that Triton kernels are compiled for when they run without one (default {TARGET})",
+    )
+    parser.add_argument(
+        "--sizes",
+        action="append",
+        default=[],
+        type=named_sizes,
+        metavar="NAME=SIZE[,SIZE]",
+        help="judge at these sizes of a name instead of the listed ones, as n=4096,32768; repeatable",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="judge at a few small sizes, for a first answer"
+    )
+    parser.add_argument(
+        "--claims",
+        action="extend",
+        default=[],
+        type=lambda text: [name for name in text.split(",") if name],
+        metavar="NAME[,NAME]",
+        help="judge these claims only, as rows,accuracy; repeatable",
+    )
+    parser.add_argument(
+        "--configurations",
+        type=int,
+        default=CONFIGURATIONS,
+        metavar="N",
+        help="how many configurations of each autotuned kernel are compared when it runs without a GPU "
+        f"(default {CONFIGURATIONS})",
+    )
+    parser.add_argument(
+        "--trust",
+        action="append",
+        default=[],
+        metavar="PACKAGE",
+        help="another package that CODE takes the function from",
+    )
+    parser.add_argument("--json", action="store_true", help="print a JSON record")
+    parser.add_argument(
+        "--html", metavar="FILE", type=Path, help="write an HTML report with every claim"
+    )
+    add_quiet(parser)
+
+
+def named_sizes(text: str) -> tuple[str, tuple[int, ...]]:
+    """Parse NAME=SIZE,SIZE."""
+    name, _, rest = text.partition("=")
+    try:
+        sizes = tuple(int(size) for size in rest.replace("_", "").split(","))
+    except ValueError:
+        sizes = ()
+    if not name.isidentifier() or not sizes or min(sizes) < 1:
+        raise argparse.ArgumentTypeError(
+            f"expected NAME=SIZE,SIZE as n=4096,32768, received {text}"
+        )
+    return name, sizes
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Judge the claims of an operator on the named function."""
+    from isobit.library.any_kernel.kernel_judging import (
+        LEVEL,
+        Wanted,
+        chosen,
+        judge_autotuned,
+        judge_first_call,
+        names_of_claims,
+        seen_in_other_dtypes,
+        status_of,
+    )
+    from isobit.library.any_kernel.kernel_run import running_kernels
+    from isobit.library.any_kernel.kernel_sizes import only_used, sizes_in_words
+
     device = find_torch_device(arguments.device)
     code, folder = found_code(arguments.code)
     package = code.partition(".")[0].partition(":")[0]
@@ -55,17 +153,20 @@ def run(arguments: argparse.Namespace) -> int:
     options = Options(
         trusted=trusted, level=LEVEL, subject=with_keywords(code, arguments.named), device=device
     )
+    asked = Wanted(arguments.like, arguments.forward_only, arguments.sizes, arguments.quick)
     whole = chosen(arguments.like, arguments.dtype, arguments.forward_only)
     wanted = names_of_claims(whole, arguments.claims)
     with running_kernels(device, arguments.target) as how:
-        sized, first = judge_first_call(whole, options, arguments, how)
+        sized, first = judge_first_call(whole, options, how, asked)
         contract = only_used(
             replace(sized, claims=tuple(c for c in sized.claims if c.id in wanted))
         )
         records: tuple[ClaimRecord, ...] = (first,)
         if first.verdict == "kept":
             with Steps("configurations", len(wanted), arguments.quiet, every=SELDOM) as steps:
-                records += tuple(judge_autotuned(sized, options, arguments, how, steps))
+                records += tuple(
+                    judge_autotuned(sized, options, how, arguments.configurations, steps.within)
+                )
                 records += tuple(
                     seen_in_other_dtypes(record, contract, options)
                     for record in judged(contract, options, steps)
@@ -92,52 +193,12 @@ def run(arguments: argparse.Namespace) -> int:
     return exit_code([record.verdict for record in records])
 
 
-def judge_first_call(
-    whole: Contract, options: Options, arguments: argparse.Namespace, how: KernelRun
-) -> tuple[Contract, ClaimRecord]:
-    """Return the contract at the sizes that suit how the kernel runs, and the record of the first call."""
-
-    def sized(compiled: bool) -> Contract:
-        if arguments.sizes:
-            return with_given_sizes(whole, arguments.sizes)
-        if compiled or arguments.quick:
-            return with_few_sizes(whole, arguments.like, arguments.quick)
-        return whole
-
-    def call(compiled: bool) -> tuple[Contract, ClaimRecord]:
-        contract = sized(compiled)
-        return contract, first_call(contract, options, arguments.like, arguments.forward_only)
-
-    how.attempt(lambda: named_function(whole, options))
-    found = how.attempt_configurations(lambda: call(how.machine is not None))
-    if how.machine is not None and not how.compiled:  # Triton is loaded, and launches nothing
-        return call(compiled=False)
-    return found
-
-
 def replay_of(record: ClaimRecord, device: str, target: str, folder: str) -> str:
-    """Return the command that judges a case again; none for another device, as `replay` calls on the CPU."""
+    """Return the command that judges a case again; none for another device, as `contract replay` calls on the CPU."""
     if not record.replay or device != "cpu":
         return ""
     command = record.replay + f" --target {target}" * (target != TARGET)
     return f"cd {shlex.quote(folder)} && {command}" if folder else command
-
-
-def names_of_claims(contract: Contract, given: list[str]) -> list[str]:
-    """Return the names of the claims to judge: those asked for, or all.
-
-    Raises:
-        ArgumentError: If the operator has no such claim.
-    """
-    known = [claim.id for claim in contract.claims]
-    for name in given:
-        if name not in known:
-            raise ArgumentError(
-                expected=f"claims of {contract.id}: {', '.join(known)}",
-                received=f"--claims {name}",
-                remedy="the claim `call` is always judged; --forward-only leaves out gradients",
-            )
-    return given or known
 
 
 def find_torch_device(name: str) -> str:
@@ -147,6 +208,8 @@ def find_torch_device(name: str) -> str:
         ArgumentError: If torch knows no such device.
         EngineError: If there is none here.
     """
+    import torch
+
     try:
         torch.zeros(1, device=name)
     except (RuntimeError, AssertionError) as error:
@@ -198,93 +261,19 @@ def found_code(code: str) -> tuple[str, str]:
 
 
 def with_keywords(code: str, named: list[str]) -> str:
-    """Add NAME=VALUE pairs to a kernel's name, where `isobit replay` finds them too."""
+    """Add NAME=VALUE pairs to a kernel's name, where `isobit contract replay` finds them too."""
     return f"{code}({', '.join(named)})" if named else code
-
-
-def chosen(like: str, dtypes: list[str] | None, forward_only: bool = False) -> Contract:
-    """Load an operator's contract, with the dtypes asked for, and without claims of gradients if asked."""
-    contract = load_contract(library() / "any_kernel" / f"{like}.contract.yaml")
-    if forward_only:
-        kept = tuple(claim for claim in contract.claims if "gradient" not in claim.id)
-        contract = replace(contract, claims=kept)
-    if not dtypes:
-        return contract
-    inputs = {
-        name: replace(drawn, dtypes=tuple(d for d in drawn.dtypes if d in dtypes))
-        for name, drawn in contract.inputs.items()
-    }
-    return replace(contract, inputs=inputs)
-
-
-def judge_autotuned(
-    contract: Contract,
-    options: Options,
-    arguments: argparse.Namespace,
-    how: KernelRun,
-    steps: Steps,
-) -> Iterator[ClaimRecord]:
-    """Compare the configurations of kernels that are autotuned."""
-    if how.machine is None or not how.autotuned:
-        return
-    from isobit.library.any_kernel.kernel_configurations import judge_configurations
-
-    record, words = judge_configurations(
-        contract, options, how.machine, arguments.configurations, steps.within
-    )
-    how.notes.append(words)
-    yield record
 
 
 def judged(contract: Contract, options: Options, steps: Steps) -> Iterator[ClaimRecord]:
     """Judge each claim, and show progress."""
+    from isobit.contracts.judge.verify import verify_contract
+
     names = [claim.id for claim in contract.claims]
     for at, record in enumerate(verify_contract(contract, options, progress=steps.within), 1):
         result = f"{record.claim}: {record.verdict}"
         steps.done(result, "".join(names[at : at + 1]), record.seconds)
         yield record
-
-
-def seen_in_other_dtypes(record: ClaimRecord, contract: Contract, options: Options) -> ClaimRecord:
-    """Judge planted kernels again that were not caught in the dtypes of the command line, in all dtypes.
-
-    An error of a thousandth is below the bound in bf16: it does not show that the claim notices nothing. Planted
-    kernels that are made from the user's are judged in the user's dtypes alone.
-    """
-    if record.verdict != "void":
-        return record
-    inputs = {name: replace(drawn, dtypes=DTYPES) for name, drawn in contract.inputs.items()}
-    whole = replace(contract, inputs=inputs)
-    claim = next(claim for claim in contract.claims if claim.id == record.claim)
-    bound = bind(whole, claim, options)
-    planted = tuple(
-        try_one(whole, plant(bound, code, options), one.name, options)
-        if not one.caught and ":" in (code := one.name.removeprefix("control "))
-        else one
-        for one in record.planted
-    )
-    record = replace(record, planted=planted)
-    if not planted or not all(one.caught for one in planted):
-        return record
-    return replace(record, verdict="kept", level=LEVEL, detail="")
-
-
-def status_of(contract: Contract, code: str, records: tuple[ClaimRecord, ...]) -> ContractStatus:
-    """Return the status that pages and tables show."""
-    verdict = ladder.worst(record.verdict for record in records)
-    return ContractStatus(
-        id=contract.id,
-        version=contract.version,
-        title=contract.title,
-        path=contract.path,
-        digest="",
-        verdict=verdict,
-        level=LEVEL if verdict == "kept" else 0,
-        required=LEVEL,
-        obligations=len(contract.obligations),
-        claims=records,
-        subject=code,
-    )
 
 
 def show(
@@ -296,7 +285,7 @@ def show(
 ) -> None:
     """Print the claims, each counter-example, how it was judged, the totals, and how many claims are left."""
     console = make_console(132)
-    console.print(claims_table([status], LEVEL))
+    console.print(claims_table([status], status.required))
     for claim in status.claims:
         if claim.verdict != "kept":
             console.print(

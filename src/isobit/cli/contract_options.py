@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -16,6 +18,8 @@ from isobit.errors import ContractError
 from isobit.foundation.plain_text import one_line
 from isobit.foundation.trusted_folder import serve_folder
 
+KINDS = ("interpreter", "machine")  # of backends
+REFUSED = ("subject", "thorough")  # options that a backend does not have
 FEW = 40  # the most rows that are shown
 LIBRARY = "isobit"  # among ids and paths: the contracts of isobit's own operators
 
@@ -35,17 +39,6 @@ def add_place(
     )
 
 
-def add_trust(parser: argparse.ArgumentParser) -> None:
-    """Add the option for whose code may be imported."""
-    parser.add_argument(
-        "--trust",
-        action="append",
-        default=[],
-        metavar="PACKAGE",
-        help="a package whose code contracts may name; it is imported, also from the current folder (isobit always is)",
-    )
-
-
 def refuse_missing(words: Iterable[str]) -> None:
     """Raise for a word that can only be a path and does not exist."""
     for word in words:
@@ -53,7 +46,7 @@ def refuse_missing(words: Iterable[str]) -> None:
             raise ContractError(
                 expected="files or folders that exist, or ids of contracts",
                 received=f"no such file: {word}",
-                remedy="isobit status lists the contracts below a folder",
+                remedy="isobit contract status lists the contracts below a folder",
             )
 
 
@@ -80,7 +73,7 @@ def open_workspace(
         raise ContractError(
             expected="contract.yaml or *.contract.yaml files",
             received=f"none below {', '.join(str(f) for f in folders)}",
-            remedy="isobit new NAME --from package:function writes one; for isobit's own: isobit verify isobit",
+            remedy="isobit contract new NAME --from package:function writes one; for isobit's: isobit verify isobit",
         )
     chosen = [*ids, *(workspace.tree.chosen if paths else [])]
     return workspace, chosen
@@ -113,3 +106,64 @@ def exit_code(verdicts: Iterable[str]) -> int:
     if found == {"kept"}:
         return 0
     return 2 if found and found <= {"kept", *UNSETTLED} else 1
+
+
+def add_backend(parser: argparse.ArgumentParser) -> None:
+    """Add the options that choose what runs isobit's operators."""
+    parser.add_argument(
+        "--backend",
+        choices=KINDS,
+        help="run isobit's operators by their Triton executors: in Triton's interpreter, or compiled, in the PTX "
+        "machine. Needs no GPU; only for isobit's own contracts; few and small cases, up to L2; evidence is apart",
+    )
+    parser.add_argument(
+        "--target",
+        default="sm_90",
+        metavar="GPU",
+        help="with --backend, the GPU whose arithmetic or code is run (default sm_90)",
+    )
+
+
+def open_chosen(options: argparse.Namespace) -> tuple[Workspace, list[str]]:
+    """Open the contracts that the command line names, derived for its backend if it names one."""
+    if not options.backend:
+        return open_workspace(options)
+    from isobit.library.on_gpu.tree import BackendTree, BackendWorkspace
+
+    refuse_options(options)
+    opened = partial(BackendWorkspace, backend=options.backend, target=options.target)
+    workspace, ids = open_workspace(options, opened)
+    assert isinstance(workspace.tree, BackendTree)
+    derived = workspace.tree.derived
+    chosen = [id for id in ids if id not in derived or derived[id].contract is not None]
+    if not chosen:
+        named = "; ".join(f"{id}: {derived[id].claims_left_out[0].reason}" for id in ids)
+        raise ContractError(
+            expected="contracts of isobit's own operators that have a Triton executor",
+            received=named or ", ".join(options.which) or "the contracts below the current folder",
+            remedy=f"isobit verify isobit --backend {options.backend} judges all that apply",
+        )
+    return workspace, chosen
+
+
+def refuse_options(options: argparse.Namespace) -> None:
+    """Raise for options that have no meaning with a backend."""
+    for name in REFUSED:
+        if getattr(options, name, None):
+            raise ContractError(
+                expected="isobit's own operators, on the cases that a backend is judged on",
+                received=f"--{name} with --backend",
+                remedy=f"leave out --{name}",
+            )
+
+
+@contextmanager
+def on_backend(options: argparse.Namespace) -> Iterator[None]:
+    """Run isobit's operators on the chosen backend, if there is one, while the context is open."""
+    if not options.backend:
+        yield
+        return
+    from isobit.certifying.running.backends import executing
+
+    with executing(options.backend, target=options.target):
+        yield

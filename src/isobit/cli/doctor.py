@@ -3,26 +3,60 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
-from isobit.cli import doctor_device
+from isobit.cli.progress import SELDOM, Steps, add_quiet
 from isobit.cli.provenance import provenance_of
-from isobit.cli.terminal import make_console, say_json
+from isobit.cli.terminal import make_console, say, say_json
 from isobit.errors import ArgumentError
-from isobit.foundation import native
-from isobit.foundation.machine import fingerprint
-from isobit.foundation.records import Attestation, Fingerprint
-from isobit.ops import dispatch
+from isobit.foundation import files
+from isobit.foundation.records import Attestation, Fingerprint, to_json
 from isobit.order.plan import VERSION
+
+if TYPE_CHECKING:
+    from isobit.library.on_gpu.attesting import Findings
+    from isobit.library.on_gpu.devices import Device
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command's options."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "doctor",
+        description="Show the machine and the engine of each dtype, then reveal the order in which the loaded "
+        "kernels add and compare it with the defined one. Exit 0: kept; 1: not kept, so the portable executor "
+        "serves; 2: no native kernels to attest, so the portable executor serves.",
+        epilog="examples: isobit doctor --json; isobit doctor --device cuda --record card.json; "
+        "isobit doctor --device sm_90 --operators rms_norm linear",
+    )
+    parser.add_argument(
+        "--device",
+        metavar="NAME",
+        help="attest the GPU executors instead: cuda or cuda:1 on a card, or a target such as sm_90, whose compiled "
+        "code is run on this CPU. Compares the arithmetic of matrix products, every operator, and the texts of the "
+        "kernels with those of the PTX machine. Exit 0: kept; 1: not kept; 2: no such device",
+    )
+    parser.add_argument(
+        "--operators", nargs="+", metavar="NAME", help="with --device, attest only these operators"
+    )
+    parser.add_argument(
+        "--record", metavar="FILE", help="with --device, also write the JSON record to a file"
+    )
+    add_quiet(parser)
+    parser.add_argument("--json", action="store_true", help="print a JSON record instead of tables")
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the findings. The exit code is 0 if attested native kernels serve."""
     if options.device:
-        return doctor_device.run(options)
+        return run_device(options)
+    from isobit.foundation import native
+    from isobit.foundation.machine import fingerprint
+    from isobit.ops import dispatch
+
     if options.record or options.operators:
         raise ArgumentError(
             expected="--device with --record or --operators",
@@ -52,6 +86,10 @@ def run(options: argparse.Namespace) -> int:
 
 def engine_names() -> dict[str, str]:
     """Return the engine of each dtype: its name first, then what carries it out."""
+    import torch
+
+    from isobit.ops import dispatch
+
     capability = torch.backends.cpu.get_cpu_capability()
     names = {}
     for dtype in dispatch.NATIVE_DTYPES:
@@ -74,6 +112,8 @@ def show(
     found: tuple[Attestation, ...],
 ) -> None:
     """Print the findings as a table."""
+    from isobit.foundation import native
+
     facts = Table(show_header=False, box=None)
     facts.add_column()
     facts.add_column(overflow="fold")  # a long path is broken, not cut off
@@ -95,3 +135,77 @@ def show(
     console.print(table)
     if missing is not None or executor == "portable":
         console.print(f"remedy: {native.remedy(missing or '')}", soft_wrap=True)
+
+
+def run_device(options: argparse.Namespace) -> int:
+    """Attest the GPU executors of a device, print the findings, and write the record."""
+    from isobit.library.on_gpu.attesting import attest, chosen_operators, count_steps
+    from isobit.library.on_gpu.devices import find_device
+
+    operators = chosen_operators(options.operators)
+    check_record(options.record)
+    device = find_device(options.device)
+    title = f"attesting on {device.name}"
+    with Steps(title, count_steps(operators), options.quiet, SELDOM) as steps:
+        found = attest(device, operators, steps.done)
+    told = [*map(str, device.facts.items()), *map(str, found.attestations), str(found.leaves)]
+    origin = provenance_of(options, [*told, *map(str, found.kernels)])
+    record = {"provenance": origin, "device": device.facts, "order_version": VERSION}
+    record |= found.record()
+    if options.record:
+        files.write_text(Path(options.record), to_json(record) + "\n")
+    if options.json:
+        say_json(record)
+    else:
+        show_device(device, found)
+    return 0 if found.kept else 1
+
+
+def check_record(path: str | None) -> None:
+    """Raise if the record cannot be written, before minutes of work."""
+    if path and (
+        not Path(path).parent.is_dir() or (Path(path).exists() and not Path(path).is_file())
+    ):
+        raise ArgumentError(
+            expected="a file in a folder that exists",
+            received=f"--record {path}",
+            remedy="give another path",
+        )
+
+
+def show_device(device: Device, found: Findings) -> None:
+    """Print the leaf, a row per operator, and the kernels."""
+    from isobit.ops.gpu.executors import DTYPES
+
+    console = make_console(100)
+    for name, value in device.facts.items():
+        say(f"{name}: {value}")
+    for leaf in found.leaves:
+        word = "as defined" if found.is_expected(leaf) else "NOT as defined"
+        engine = found.expected_leaf or f"none is defined for {device.target}"
+        say(f"products of {leaf.dtype}: {leaf}: {word} ({engine})")
+        if not found.is_expected(leaf):
+            say(f"  engines that it agrees with: {', '.join(leaf.engines) or 'none'}")
+    table = Table("operator", *(str(dtype).removeprefix("torch.") for dtype in DTYPES))
+    for operator, row in found.operators.items():
+        table.add_row(operator, *(f"kept, {a.engine}" if a.kept else "BROKEN" for a in row))
+    console.print(table)
+    kept = sum(one.kept for one in found.attestations)
+    say(f"{kept} of {len(found.attestations)} kept: bits equal the definition's on hard inputs")
+    for one in found.attestations:
+        if not one.kept:
+            say(f"{one.dtype}: {one.detail}")
+    show_kernels(device, found)
+
+
+def show_kernels(device: Device, found: Findings) -> None:
+    """Print how many kernels have the text that the machine runs, and those that do not."""
+    if device.is_virtual:
+        say(
+            f"{len(found.kernels)} compiled kernels were run; digests of their PTX are in the record"
+        )
+        return
+    same = sum(text.same for text in found.kernels)
+    say(f"{same} of {len(found.kernels)} compiled kernels are the PTX that the machine runs")
+    for text in found.other_texts:
+        say(f"another text: {text.kernel} ({text.options}): {text.digest}, not {text.in_machine}")

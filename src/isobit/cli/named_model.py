@@ -1,4 +1,4 @@
-"""Load the model that `isobit chain --model` names: one of the gates' own, a checkpoint folder, or a factory."""
+"""Load the model that `isobit gate model --model` names: one of the gates' own, a checkpoint folder, or a factory."""
 
 from __future__ import annotations
 

@@ -13,7 +13,6 @@ def add_parser(commands: Any) -> None:
     """Add the command's options."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "profile",
-        help="say where a training step's time goes, from traces of torch.profiler",
         description="Read traces that torch.profiler exported, one per rank, and account for every nanosecond of every "
         "step: compute, exposed communication, copies, and idle time with its reason. The parts add up to the step. "
         "Reads Chrome JSON, also gzipped, tar archives and folders, of CUDA, ROCm and CPU; needs no GPU. "

@@ -1,4 +1,4 @@
-"""`isobit reveal`: show the order in which a kernel adds, per configuration, as text, picture or page."""
+"""`isobit reveal`: show the order in which a kernel adds, per configuration, as text, picture or HTML report."""
 
 from __future__ import annotations
 
@@ -9,48 +9,99 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import torch
 from rich.table import Table
 
-from isobit.cli.progress import SELDOM, Steps
+from isobit.cli.arguments import LONG, add_trust, numbers, short_dtype
+from isobit.cli.progress import SELDOM, Steps, add_quiet
 from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import make_console, say_json
 from isobit.errors import ArgumentError, IsobitError, RevealError, in_one_line
 from isobit.foundation import files
 from isobit.foundation.trusted_folder import serve_folder
-from isobit.ops.linear.targets import TARGETS, expected_order
 from isobit.order.addition import digest
-from isobit.reveal import certify, targets
-from isobit.reveal.certificate import Certificate
+from isobit.reveal.certificate import OrderComparison
 from isobit.reveal.report.page import draw_certificate, write_page
 from isobit.reveal.target import Progress as Told
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-STOCK: dict[str, Callable[..., Any]] = {
-    "sum": targets.sum,
-    "mean": targets.mean,
-    "linear": targets.linear,
-    "matmul": targets.matmul,
-    "mm": partial(targets.matmul, function=torch.mm),
-    "bmm": partial(targets.matmul, function=torch.bmm, batch=2),
-    "input_grad": targets.input_grad,
-    "weight_grad": targets.weight_grad,
-    "bias_grad": targets.bias_grad,
-    "rms_norm": targets.rms_norm,
-    "layer_norm": targets.layer_norm,
-    "softmax": targets.softmax,
-    "log_softmax": targets.log_softmax,
-    "attention": targets.attention,
-    "embedding_grad": targets.embedding_grad,
-}
+if TYPE_CHECKING:
+    import torch
+
 
 SHAPE = ("k", "m", "n", "row", "dtype")
+
+# Listed here because their own modules load torch; a test compares.
+STOCK = (
+    "sum",
+    "mean",
+    "linear",
+    "matmul",
+    "mm",
+    "bmm",
+    "input_grad",
+    "weight_grad",
+    "bias_grad",
+    "rms_norm",
+    "layer_norm",
+    "softmax",
+    "log_softmax",
+    "attention",
+    "embedding_grad",
+)
+OURS = ("linear", "frozen", "input_grad", "weight_grad", "bias_grad")
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command's options."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "reveal",
+        description="Reveal the order of addition of one sum in every given configuration by probing, and the "
+        "arithmetic of each addition; replay both on random terms, bit for bit, and compare configurations. "
+        "Exit 0: one order; 1: several; 2: some order could not be shown.",
+        epilog=f"targets: {', '.join(STOCK)}, all_reduce (gloo, one process per rank), or package.module:name, a "
+        "callable that sums a vector (or takes k, m, n, dtype and returns a target of isobit.reveal.targets)",
+    )
+    parser.add_argument("target", help="what to probe: a name below, or package.module:name")
+    parser.add_argument("--k", type=int, default=1024, help="terms of the sum (default 1024)")
+    parser.add_argument(
+        "--m", type=numbers, default=[], metavar="M,M…", help="row counts, each a configuration"
+    )
+    parser.add_argument("--n", type=int, help="columns of a product (default: as many as terms)")
+    parser.add_argument(
+        "--row", type=int, help="the row to read (default 0; of isobit's all are checked)"
+    )
+    parser.add_argument(
+        "--threads", type=numbers, default=[], metavar="T,T…", help="thread counts, likewise"
+    )
+    parser.add_argument("--ranks", type=int, default=4, help="processes of all_reduce (default 4)")
+    parser.add_argument(
+        "--elements", type=int, default=64, help="elements that all_reduce reduces (default 64)"
+    )
+    parser.add_argument(
+        "--dtype", type=short_dtype, default="fp32", metavar="fp32|bf16|fp16", help="default: fp32"
+    )
+    whose = parser.add_mutually_exclusive_group()
+    whose.add_argument("--stock", action="store_true", help="PyTorch's own (default)")
+    whose.add_argument("--isobit", action="store_true", help=f"ours: {', '.join(OURS)}")
+    parser.add_argument(
+        "--order-only", action="store_true", help="do not probe and replay the arithmetic"
+    )
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write an HTML report that needs nothing else"
+    )
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="write the picture alone")
+    parser.add_argument("--json", action="store_true", help="print a JSON record instead of tables")
+    add_trust(parser)
+    add_quiet(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the orders found. The exit code is 0 if all configurations have one order."""
+    from isobit.ops.linear.targets import expected_order
+    from isobit.reveal import compare_orders
+
     check_options(options)
     with ExitStack() as stack:
         target, configurations, title = choose(options, stack)
@@ -58,13 +109,13 @@ def run(options: argparse.Namespace) -> int:
         stack.enter_context(
             redirect_stdout(sys.stderr)
         )  # what a kernel prints is not part of the record
-        made = guarded(target, options.k, DTYPES[options.dtype])
-        certificate = certify(
+        made = guarded(target, options.k, dtype_of(options))
+        certificate = compare_orders(
             made, configurations, arithmetic=not options.order_only, progress=report
         )
     expected = None
     if options.isobit:
-        expected = digest(expected_order(options.target, options.k, DTYPES[options.dtype]))
+        expected = digest(expected_order(options.target, options.k, dtype_of(options)))
     defined = expected is None or certificate.matches(expected)
     origin = provenance_of(
         options, [*(found.tree.digest for found in certificate.classes), repr(certificate.refused)]
@@ -114,6 +165,7 @@ def check_options(options: argparse.Namespace) -> None:
 
 def guarded(target: Callable[..., Any], k: int, dtype: torch.dtype) -> Callable[..., Any]:
     """Wrap a target factory: its exceptions become errors of the command, and it may return a callable."""
+    from isobit.reveal import targets
 
     def make(**shape: Any) -> Any:
         try:
@@ -139,6 +191,8 @@ def choose(
     options: argparse.Namespace, stack: ExitStack
 ) -> tuple[Callable[..., Any], list[dict[str, Any]], str]:
     """Return the target, its configurations, and a title."""
+    from isobit.reveal import targets
+
     whose = "" if ":" in options.target else "isobit " if options.isobit else "stock "
     title = f"{whose}{options.target}, {options.dtype}, {options.k} terms"
     if options.target == "all_reduce":
@@ -147,7 +201,7 @@ def choose(
         return group.element, [{"element": e} for e in range(options.elements)], title
     factory = find(options)
     known = inspect.signature(factory).parameters
-    shape = {"k": options.k, "n": options.n, "row": options.row, "dtype": DTYPES[options.dtype]}
+    shape = {"k": options.k, "n": options.n, "row": options.row, "dtype": dtype_of(options)}
     fixed = {key: value for key, value in shape.items() if key in known and value is not None}
     for name, value in (("n", options.n), ("row", options.row), ("m", options.m or None)):
         if value is not None and name not in known:
@@ -169,10 +223,12 @@ def choose(
 
 def find(options: argparse.Namespace) -> Callable[..., Any]:
     """Return the factory of the named target."""
+    from isobit.ops.linear.targets import TARGETS
+
     if ":" in options.target:
         serve_folder([options.target.partition(":")[0].partition(".")[0], *options.trust])
-        return import_target(options.target, options.k, DTYPES[options.dtype])
-    table = TARGETS if options.isobit else STOCK
+        return import_target(options.target, options.k, dtype_of(options))
+    table = TARGETS if options.isobit else stock_targets()
     if options.target not in table:
         raise ArgumentError(
             expected=f"one of {', '.join(table)}"
@@ -183,8 +239,31 @@ def find(options: argparse.Namespace) -> Callable[..., Any]:
     return table[options.target]
 
 
+def dtype_of(options: argparse.Namespace) -> torch.dtype:
+    """Return the dtype that the command line names."""
+    import torch
+
+    found: torch.dtype = getattr(torch, LONG[options.dtype])
+    return found
+
+
+def stock_targets() -> dict[str, Callable[..., Any]]:
+    """Return the factories of PyTorch's own sums by name."""
+    import torch
+
+    from isobit.reveal import targets
+
+    special = {
+        "mm": partial(targets.matmul, function=torch.mm),
+        "bmm": partial(targets.matmul, function=torch.bmm, batch=2),
+    }
+    return {name: special.get(name) or getattr(targets, name) for name in STOCK}
+
+
 def import_target(name: str, k: int, dtype: torch.dtype) -> Callable[..., Any]:
     """Import the named target from the current folder or from installed packages."""
+    from isobit.reveal import targets
+
     module, _, attribute = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)
@@ -224,7 +303,7 @@ def progress_bar(title: str, quiet: bool) -> Iterator[Told]:
         yield report
 
 
-def show(certificate: Certificate, title: str, defined: bool | None) -> None:
+def show(certificate: OrderComparison, title: str, defined: bool | None) -> None:
     """Print the orders as a table."""
     console = make_console(118)
     table = Table(

@@ -11,7 +11,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from isobit.cli.config_file import read_config
 from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import make_console, say_json
 from isobit.contracts.language.load import load_contract
@@ -20,6 +19,7 @@ from isobit.errors import ArgumentError
 from isobit.foundation.files import write_text
 from isobit.foundation.plain_text import one_line
 from isobit.foundation.records import Provenance
+from isobit.guards.config_file import read_config
 from isobit.guards.run_log.curves import NAMES, RunLog
 from isobit.guards.run_log.findings import Limits, LogFinding, Verdict
 from isobit.guards.run_log.page import Section, write_run_page
@@ -35,7 +35,6 @@ def add_parser(commands: Any) -> None:
     """Add the command's options."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "runlog",
-        help="judge the log of a training run: NaN, rising loss, spikes, norms, missing steps, learning rates",
         description="Read the log of a run (JSON lines, CSV, transformers' trainer_state.json, events of "
         "isobit.guards.watch or of TensorBoard, a run of MLflow) and report numbers that are not finite, losses that "
         "hide such numbers, a loss whose exponential mean over 100 steps rises by more than 5 % over 500 steps "
@@ -84,7 +83,7 @@ def add_parser(commands: Any) -> None:
         default=[],
         metavar="CURVE=NAME,…",
         help="columns that have other names than the usual ones: loss, grad_norm, lr or step, as "
-        "loss=train/nll,grad_norm=gn; may be repeated; grad_norm= states that there is none",
+        "loss=train/nll,grad_norm=gn; repeatable; grad_norm= states that there is none",
     )
     parser.add_argument(
         "--same",

@@ -5,46 +5,195 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
-from isobit.cli.options.simulate import WATCHES
-from isobit.cli.progress import SELDOM, Steps
+from isobit.cli.arguments import at_least_one, check_script
+from isobit.cli.progress import SELDOM, Steps, add_quiet
 from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import make_console, say_json
-from isobit.errors import ArgumentError
+from isobit.errors import ArgumentError, SimulationError
 from isobit.foundation import files
 from isobit.foundation.majority import name_ranks
 from isobit.foundation.records import to_json
 from isobit.simulator.page import write_simulate_page
-from isobit.simulator.program.script import Script
-from isobit.simulator.sweep import (
-    Group,
-    Plan,
-    SeedRun,
-    compare_prints,
-    group_findings,
-    merge_not_judged,
-    run_seeds,
+
+if TYPE_CHECKING:
+    from isobit.simulator.sweep import Group, SeedRun
+
+
+# Listed here because their own modules load torch; tests compare.
+FAULTS = {kind.lower(): kind for kind in ("Die", "Stall", "Straggle", "Drop", "Flip", "PlantNaN")}
+WATCHES = ("bits", "reads", "training", "devices")
+TRAINING = (
+    "buffers differ",
+    "data alike",
+    "differs from one worker",
+    "dropout on",
+    "file shared",
+    "gradients differ",
+    "gradients kept",
+    "not updated",
+    "order repeated",
+    "random numbers alike",
+    "start differs",
+    "tensors alike",
+    "update differs",
+    "weights differ",
 )
+FINDINGS = tuple(
+    sorted({*TRAINING, *(error.kind for error in SimulationError.__subclasses__())} - {"fault"})
+)
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command's options."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "simulate",
+        description="Run a script as torchrun would, with every rank in this process, once per seed: each seed "
+        "selects a different schedule and different delays. Find deadlocks, mismatched collectives, orphaned work and "
+        "messages, reads of pending results, flipped bits, and training in which replicas differ. Exit 0: nothing "
+        "found; 1: findings; 2: could not run.",
+        epilog="arguments after -- are passed to the script: isobit simulate train.py --ranks 8 -- --lr 0.1",
+    )
+    parser.add_argument(
+        "script", type=Path, help="a script that calls init_process_group; it is run"
+    )
+    add_schedule_options(parser)
+    add_check_options(parser)
+    add_recorder_option(parser)
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write an HTML report that needs nothing else"
+    )
+    parser.add_argument("--json", action="store_true", help="print a JSON record instead of tables")
+    add_quiet(parser)
+
+
+def add_schedule_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options for how many ranks and schedules, and which faults."""
+    parser.add_argument("--ranks", type=at_least_one, default=4, help="default: %(default)s")
+    parser.add_argument(
+        "--seeds",
+        type=at_least_one,
+        default=10,
+        help="schedules to try, from seed 0 (default: %(default)s)",
+    )
+    parser.add_argument("--seed", type=int, help="run this seed only, to replay a finding")
+    parser.add_argument(
+        "--faults",
+        type=fault_kinds,
+        default=(),
+        metavar="K,K…",
+        help=f"plant one per seed, out of {', '.join(FAULTS)}",
+    )
+    parser.add_argument(
+        "--fault-calls",
+        type=int,
+        default=20,
+        help="plant it at one of a rank's first N calls (default: 20)",
+    )
+    parser.add_argument(
+        "--sends",
+        choices=("buffered", "rendezvous"),
+        default="buffered",
+        help="sends like gloo's, or like NCCL's",
+    )
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cuda", "xpu", "npu", "cpu"),
+        default="auto",
+        help="which kind of device the script finds, one per rank, served by the CPU (default: the kind that it names)",
+    )
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=120.0,
+        help="real seconds of one rank's turn, after which it is reported as not returning (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--lines",
+        type=at_least_one,
+        metavar="N",
+        help="lines of the program in one rank's turn, after which it is reported the same way (default: any number)",
+    )
+
+
+def add_recorder_option(parser: argparse.ArgumentParser) -> None:
+    """Add the option to write what torch's flight recorder would."""
+    parser.add_argument(
+        "--flight-recorder",
+        type=Path,
+        metavar="DIR",
+        help="write each rank's calls to DIR as torch's flight recorder does, for isobit autopsy; with several seeds "
+        "to DIR/seed-N",
+    )
+
+
+def add_check_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options for what is checked and reported."""
+    parser.add_argument(
+        "--watch",
+        type=watches,
+        default=WATCHES,
+        metavar="W,W…",
+        help=f"checks (default: {','.join(WATCHES)}; none for no checks)",
+    )
+    parser.add_argument(
+        "--ignore",
+        action="append",
+        default=[],
+        choices=FINDINGS,
+        metavar="KIND",
+        help=f"a kind of finding to ignore: {', '.join(FINDINGS)}",
+    )
+    parser.add_argument(
+        "--one-worker",
+        action="store_true",
+        help="compare each step with one rank of the same script",
+    )
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        default=1e-4,
+        help="tolerance of that comparison (default: %(default)s)",
+    )
+
+
+def fault_kinds(text: str) -> tuple[str, ...]:
+    """Parse `die,drop`."""
+    words = text.lower().split(",")
+    if not set(words) <= set(FAULTS):
+        raise argparse.ArgumentTypeError(
+            f"expected names out of {', '.join(FAULTS)}; received {text!r}"
+        )
+    return tuple(FAULTS[word] for word in words)
+
+
+def watches(text: str) -> tuple[str, ...]:
+    """Parse `bits,training`."""
+    words = () if text == "none" else tuple(text.split(","))
+    if not set(words) <= {*WATCHES, "finite"}:
+        raise argparse.ArgumentTypeError(
+            f"expected names out of {', '.join(WATCHES)}, finite; received {text!r}"
+        )
+    return words
 
 
 def run(options: argparse.Namespace) -> int:
     """Run every seed and print the findings."""
+    from isobit.simulator.program.script import Script
+    from isobit.simulator.sweep import Plan, compare_prints, group_findings, run_seeds
+
     if options.one_worker and "training" not in options.watch:
         raise ArgumentError(
             expected="--one-worker with training watched",
             received=f"--watch {','.join(options.watch) or 'none'}",
             remedy="add training to --watch, or leave --watch out",
         )
-    if not options.script.is_file():
-        raise ArgumentError(
-            expected="a Python script",
-            received=f"no such file: {options.script}",
-            remedy="name a script by its path; words after -- go to the script",
-        )
+    check_script(options.script)
     plan = Plan(
         Script(options.script, options.passed_on),
         options.ranks,
@@ -97,7 +246,8 @@ def refuse_unstarted(options: argparse.Namespace, run: SeedRun) -> None:
                 expected="a script that reaches a call of torch.distributed",
                 received=f"{found.cause} on every rank"
                 + (f", after {found.wrote!r}" if found.wrote else ""),
-                remedy=found.remedy or "run it with python first; words after -- go to the script",
+                remedy=found.remedy
+                or "run it with python first; arguments after -- are passed to the script",
             )
 
 
@@ -116,6 +266,8 @@ def as_record(
     options: argparse.Namespace, runs: list[SeedRun], groups: list[Group], departs: str
 ) -> dict[str, Any]:
     """Return the findings for JSON."""
+    from isobit.simulator.sweep import merge_not_judged
+
     return {
         "provenance": provenance_of(
             options, [options.script.read_text(errors="replace"), *(r.digest for r in runs)]
@@ -181,6 +333,8 @@ def show(
     departs: str,
 ) -> None:
     """Print what rank 0 printed, and each kind of finding with its ranks and where each rank was."""
+    from isobit.simulator.sweep import merge_not_judged
+
     if runs[0].printed[0]:
         console.print(f"rank 0 printed, with seed {runs[0].seed}:", style="dim")
         console.print(runs[0].printed[0].rstrip(), markup=False)

@@ -1,45 +1,28 @@
-"""Write to the terminal as plain text, so that nothing in a contract or script can control it."""
+"""Write to the terminal as plain text, so that nothing in a contract or script can control it.
+
+Loads neither rich nor numpy, YAML or torch: `isobit --help` imports it.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
-from collections.abc import Iterable
-from typing import Any, NoReturn, TextIO
-
-from rich.console import Console, ConsoleOptions, RenderableType
-from rich.segment import Segment
-from rich.text import Text
+from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from isobit.errors import ContractError, IsobitError, SimulationError
 from isobit.foundation.plain_text import plain
-from isobit.foundation.records import to_json
 
-
-class PlainConsole(Console):
-    """A console that removes control characters from everything except rich's own output."""
-
-    def render_str(self, text: str, **style: Any) -> Text:
-        """Remove control characters before measuring, so that tables stay aligned."""
-        return super().render_str(plain(text), **style)
-
-    def render(
-        self, renderable: RenderableType, options: ConsoleOptions | None = None
-    ) -> Iterable[Segment]:
-        """Remove control characters from text; rich's own control segments are kept."""
-        for segment in super().render(renderable, options):
-            yield segment if segment.control else Segment(plain(segment.text), segment.style)
-
-    def on_broken_pipe(self) -> NoReturn:
-        """Raise BrokenPipeError, so that the command chooses the exit code: rich would exit with 1."""
-        raise BrokenPipeError
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def make_console(
     width: int | None = None, stderr: bool = False, soft_wrap: bool = False
 ) -> Console:
     """Return a console for results on the output stream, or for progress on the error stream."""
+    from isobit.cli.console import PlainConsole
+
     return PlainConsole(
         highlight=False, markup=False, emoji=False, width=width, stderr=stderr, soft_wrap=soft_wrap
     )
@@ -52,6 +35,8 @@ def say(text: object, stream: TextIO | None = None) -> None:
 
 def say_json(value: object) -> None:
     """Write a record, or a container of records, as JSON."""
+    from isobit.foundation.records import to_json
+
     sys.stdout.write(to_json(value) + "\n")
 
 

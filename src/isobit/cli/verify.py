@@ -4,36 +4,32 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from isobit.cli.arguments import add_trust
 from isobit.cli.contract_options import (
     FEW,
     LIBRARY,
+    add_backend,
     add_place,
-    add_trust,
     exit_code,
     invalid_that_count,
+    on_backend,
+    open_chosen,
     show_invalid,
 )
 from isobit.cli.progress import Steps, add_quiet
 from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import make_console, say_json
-from isobit.cli.verify_backend import (
-    add_backend,
-    found_on,
-    on_backend,
-    open_chosen,
-    show_backend,
-    summary,
-)
 from isobit.contracts.authoring.explain import explain
 from isobit.contracts.language.schema import LEVELS
 from isobit.contracts.options import Options
@@ -47,6 +43,7 @@ from isobit.errors import ArgumentError
 from isobit.foundation import files
 from isobit.foundation.plain_text import one_line
 from isobit.foundation.records import ClaimRecord, ContractStatus, Provenance
+from isobit.library.on_gpu.derive import Derived, by_reason, summarise
 from isobit.library.on_gpu.plans import ELSEWHERE
 from isobit.report.junit_sarif import as_junit, as_sarif
 
@@ -55,7 +52,6 @@ def add_parser(commands: Any) -> None:
     """Add the command's options."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "verify",
-        help="judge contracts, and keep the evidence",
         description="Judge every contract that has no evidence for its current digest (its text, the code it names, "
         "the kernels, the machine, and the contracts it depends on). If nothing changed, nothing is run. Exit codes: "
         "0: all kept; 1: something is broken, void, vacuous, unbound or waived; 2: something could not run or was "
@@ -98,7 +94,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--junit", metavar="FILE", help="write JUnit XML")
     parser.add_argument("--sarif", metavar="FILE", help="write SARIF")
     parser.add_argument(
-        "--html", metavar="FILE", help="write one page with the graph, the ladder and every claim"
+        "--html",
+        metavar="FILE",
+        help="write an HTML report with the graph, the ladder and every claim",
     )
     add_quiet(parser)
 
@@ -131,7 +129,11 @@ def run(arguments: argparse.Namespace) -> int:
     write_reports(arguments, workspace, shown, provenance)
     derived = found_on(workspace, named_ids(arguments, entries)) if arguments.backend else []
     if arguments.json:
-        backend = {"backend": summary(derived, arguments)} if arguments.backend else {}
+        backend = (
+            {"backend": summarise(derived, arguments.backend, arguments.target)}
+            if arguments.backend
+            else {}
+        )
         say_json({"provenance": provenance, **backend, "contracts": shown})
     else:
         show(shown, judged, workspace, options.level, counting)
@@ -305,3 +307,30 @@ def differ_of(claim: ClaimRecord) -> str:
 def engine_word(engine: str) -> str:
     """Shorten `enumeration of the real kernel` to its first word."""
     return re.split(" (?:of|on|over) ", engine)[0]
+
+
+def found_on(workspace: Workspace, ids: Iterable[str]) -> list[Derived]:
+    """Return what was derived of the contracts with these ids; with `isobit`, all of them."""
+    from isobit.library.on_gpu.tree import BackendTree
+
+    assert isinstance(workspace.tree, BackendTree)
+    return [workspace.tree.derived[id] for id in ids if id in workspace.tree.derived]
+
+
+def show_backend(console: Console, derived: Sequence[Derived], options: argparse.Namespace) -> None:
+    """Print which backend ran, on how many cases, and by reason what has no meaning on it."""
+    found = summarise(derived, options.backend, options.target)
+    claims, parts = found["claims_not_applicable"], found["parts_not_applicable"]
+    for what, left in (("claims", claims), ("parts of claims", parts)):
+        for reason, names in by_reason(left).items():
+            console.print(
+                f"not applicable, {len(names)} {what} ({reason}): {', '.join(names)}",
+                markup=False,
+                soft_wrap=True,
+            )
+    console.print(
+        f"Triton executors by {options.backend}, {options.target}, judged up to L2 on {found['cases']:,} small cases "
+        f"(the CPU's executors: {found['cases_on_cpu']:,}); not applicable: {len(claims)} claims, and {len(parts)} "
+        "parts of others",
+        markup=False,
+    )

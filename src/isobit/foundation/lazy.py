@@ -1,7 +1,7 @@
 """Load the public names of a package when they are first used.
 
 The names are listed once, in the package's `__init__.pyi`: type checkers and documentation tools read that file, and so
-does this module. `import isobit` and `isobit status` do not import torch.
+does this module. `import isobit` and `isobit contract status` do not import torch.
 """
 
 # Under `python -m isobit` the current folder is on the search path while this module is imported, so
@@ -11,22 +11,32 @@ from importlib import import_module
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from typing import Any
 
 
 def attach(
-    package: str, file: str
+    package: str, file: str, renamed: "Mapping[str, str] | None" = None
 ) -> "tuple[Callable[[str], Any], Callable[[], list[str]], list[str], dict[str, str]]":
     """Return `__getattr__`, `__dir__`, `__all__` and {name: module} for a package that lists its names in a stub.
 
     Args:
         package: The package's `__name__`.
         file: The package's `__file__`; the stub is read from the same folder.
+        renamed: {old name: new name} of the last release. They work, with a DeprecationWarning, and are not listed.
     """
     homes = read_stub(file + "i")
 
     def __getattr__(name: str) -> "Any":
+        if renamed and name in renamed:
+            import warnings
+
+            warnings.warn(
+                f"{package}.{name} is now {package}.{renamed[name]}; the old name will be removed in the next release",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+            return __getattr__(renamed[name])
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         home = homes[name]
@@ -37,6 +47,8 @@ def attach(
         module = sys.modules.get(home)
         if module is None or module.__spec__ is None or module.__spec__._initializing:  # type: ignore[attr-defined]
             module = import_module(home)
+        if not hasattr(module, name):  # a module of another package
+            return import_module(f"{home}.{name}")
         return getattr(module, name)
 
     def __dir__() -> "list[str]":

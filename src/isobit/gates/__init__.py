@@ -1,6 +1,6 @@
 """End-to-end checks of bits: the batch-layout gate and the rank-layout gate.
 
-`model/` (`isobit chain`) runs one model in every layout of a batch. `training/` (`isobit curve`)
+`model/` (`isobit gate model`) runs one model in every layout of a batch. `training/` (`isobit gate training`)
 trains one run in every layout of ranks and micro-batches.
 """
 

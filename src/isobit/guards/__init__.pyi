@@ -15,8 +15,13 @@ from isobit.guards.live.optimizer_checks import state_digest as state_digest
 from isobit.guards.live.replicated import replicated_tensors as replicated_tensors
 from isobit.guards.live.spans import Spans as Spans
 from isobit.guards.live.watch_hooks import Watch as Watch
+from isobit.guards.live.watch_options import Intervals as Intervals
+from isobit.guards.live.watch_options import Replicas as Replicas
+from isobit.guards.live.watch_options import Resume as Resume
 from isobit.guards.live.watching import watch as watch
 from isobit.guards.live.wrapper_checks import same_attributes as same_attributes
+from isobit.guards.training_config import TrainingConfig as TrainingConfig
+from isobit.guards.training_config import check_training as check_training
 from isobit.guards.trial_run.report import PreflightFinding as PreflightFinding
 from isobit.guards.trial_run.report import PreflightReport as PreflightReport
 from isobit.guards.trial_run.run import preflight as preflight

@@ -25,23 +25,25 @@ import torch
 from torch import Tensor
 
 from isobit.errors import UnsupportedError
+from isobit.foundation.renaming import keeps_old_attribute
 from isobit.order.samples import Samples, segment_size
 
 REMEDY = "train through isobit.parallel.Gradients"
 PASS_SAMPLES = (
-    "pass samples=isobit.Samples.packed(lengths, first=share.first, of=share.of) of the share that "
+    "pass samples=isobit.Samples.packed(lengths, first=share.first, total=share.total) of the share that "
     "`with gradients.micro_batch(i) as share` gives; run what is not trained under torch.no_grad()"
 )
 UNCOMPILED = "leave torch.compile out of what Gradients collects: torch.compiler.disable(function)"
 _MARK = "_isobit_partial"
 
 
+@keeps_old_attribute("of", "total")
 @dataclass(frozen=True)
 class Share:
-    """A run of `size` samples of a global batch of `of`; `first` samples come before it."""
+    """A run of `size` samples of a global batch of `total`; `first` samples come before it."""
 
     first: int
-    of: int
+    total: int
     size: int
     # ids of the parameters that operators have used while the share was collected
     used: set[int] = field(default_factory=set, init=False, repr=False, compare=False)
@@ -75,7 +77,7 @@ def check_share(samples: Samples, *parameters: Tensor | None) -> None:
         return
     if samples.is_share:
         check_subtree(samples)
-    if share != Share(samples.first, samples.of, len(samples.spans)):
+    if share != Share(samples.first, samples.total, len(samples.spans)):
         raise UnsupportedError(
             expected="parameter gradients over the whole global batch, or a collector of this share",
             received=f"{name_share(samples)}, while {share or 'no share'} is collected",
@@ -143,8 +145,8 @@ def check_subtree(samples: Samples) -> None:
     """Raise unless a share is one subtree of the sample tree: it is merged with others as one value."""
     if (
         len(samples.roots) != 1
-        or len(samples.spans) % segment_size(samples.of)
-        or len(samples.spans) > samples.of
+        or len(samples.spans) % segment_size(samples.total)
+        or len(samples.spans) > samples.total
     ):
         raise UnsupportedError(
             expected="a share that is one subtree of the samples' tree",
@@ -155,7 +157,7 @@ def check_subtree(samples: Samples) -> None:
 
 def name_share(samples: Samples) -> str:
     """Return a description for error messages."""
-    return f"samples {samples.first} to {samples.first + len(samples.spans)} of {samples.of}"
+    return f"samples {samples.first} to {samples.first + len(samples.spans)} of {samples.total}"
 
 
 def check_unrounded(parameter: Tensor) -> None:

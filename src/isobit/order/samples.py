@@ -27,6 +27,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from isobit.errors import ArgumentError, CutError
+from isobit.foundation.renaming import accepts_old, keeps_old_attribute
 from isobit.order.plan import (
     SAMPLE_CAP,
     SAMPLE_UNIT,
@@ -37,6 +38,7 @@ from isobit.order.plan import (
 from isobit.order.tree import Node, find_roots
 
 
+@keeps_old_attribute("of", "total")
 @dataclass(frozen=True)
 class Samples:
     """The rows of each sample of a call, and the position of these samples in the global batch.
@@ -48,54 +50,56 @@ class Samples:
         spans: (first row, number of rows) per sample, in the order of the global batch.
         rows: The number of rows of the call, padding included.
         first: The index of the first of these samples in the global batch.
-        of: The number of samples of the global batch.
+        total: The number of samples of the global batch.
 
     Example:
         >>> isobit.Samples.packed([3, 5]).spans
         ((0, 3), (3, 5))
         >>> isobit.Samples.padded([3, 5], width=8).spans
         ((0, 3), (8, 5))
-        >>> isobit.Samples.packed([3, 5], first=2, of=4).is_share
+        >>> isobit.Samples.packed([3, 5], first=2, total=4).is_share
         True
     """
 
     spans: tuple[tuple[int, int], ...]
     rows: int
     first: int
-    of: int
+    total: int
 
     @classmethod
-    def packed(cls, lengths: Iterable[int], *, first: int = 0, of: int | None = None) -> Samples:
+    @accepts_old(of="total")
+    def packed(cls, lengths: Iterable[int], *, first: int = 0, total: int | None = None) -> Samples:
         """Return samples of these lengths, one after another.
 
         Args:
             lengths: Rows per sample.
             first: The index of the first one in the global batch.
-            of: The number of samples of the global batch; by default these are all.
+            total: The number of samples of the global batch; by default these are all.
 
         Returns:
             The samples.
 
         Raises:
-            ArgumentError: If a length is negative, or `first` is given without `of`.
+            ArgumentError: If a length is negative, or `first` is given without `total`.
             CutError: If the share does not consist of whole segments of the global batch.
         """
         spans, at = [], 0
         for length in check_lengths(lengths):
             spans.append((at, length))
             at += length
-        return cls.of_spans(spans, at, first, of)
+        return cls.of_spans(spans, at, first, total)
 
     @classmethod
+    @accepts_old(of="total")
     def cumulative(
-        cls, offsets: Iterable[int], *, first: int = 0, of: int | None = None
+        cls, offsets: Iterable[int], *, first: int = 0, total: int | None = None
     ) -> Samples:
         """Return samples from cumulative lengths [0, n0, n0 + n1, ...], the `cu_seqlens` of FlashAttention.
 
         Args:
             offsets: The first row of each sample, then the number of rows.
             first: See `packed`.
-            of: See `packed`.
+            total: See `packed`.
 
         Returns:
             The samples.
@@ -112,9 +116,10 @@ class Samples:
                 remedy="pass [0, n0, n0 + n1, ...], or use Samples.packed(lengths)",
             )
         steps = [b - a for a, b in itertools.pairwise(edges)]
-        return cls.packed(steps, first=first, of=of)
+        return cls.packed(steps, first=first, total=total)
 
     @classmethod
+    @accepts_old(of="total")
     def padded(
         cls,
         lengths: Iterable[int],
@@ -122,7 +127,7 @@ class Samples:
         width: int,
         side: str = "right",
         first: int = 0,
-        of: int | None = None,
+        total: int | None = None,
     ) -> Samples:
         """Return samples of these lengths, each padded to `width` rows.
 
@@ -131,7 +136,7 @@ class Samples:
             width: Rows per sample, with padding.
             side: The padded side, "right" or "left".
             first: See `packed`.
-            of: See `packed`.
+            total: See `packed`.
 
         Returns:
             The samples.
@@ -154,20 +159,21 @@ class Samples:
                 remedy="pass the padded length of the batch as width",
             )
         spans = [(i * width + (width - n if side == "left" else 0), n) for i, n in enumerate(known)]
-        return cls.of_spans(spans, len(known) * width, first, of)
+        return cls.of_spans(spans, len(known) * width, first, total)
 
     @classmethod
+    @accepts_old(of="total")
     def of_spans(
-        cls, spans: list[tuple[int, int]], rows: int, first: int = 0, of: int | None = None
+        cls, spans: list[tuple[int, int]], rows: int, first: int = 0, total: int | None = None
     ) -> Samples:
         """Return samples with these spans, (first row, number of rows), of a call with this many rows."""
-        total = first + len(spans) if of is None else of
-        if of is None and first:
+        if total is None and first:
             raise ArgumentError(
-                expected="`of`, the number of samples of the global batch, with `first`",
+                expected="`total`, the number of samples of the global batch, with `first`",
                 received=f"first={first} alone",
-                remedy="pass of=<samples in the global batch>",
+                remedy="pass total=<samples in the global batch>",
             )
+        total = len(spans) if total is None else total
         size = segment_size(total)
         if first < 0 or first % size or len(spans) % size or first + len(spans) > total:
             raise CutError(
@@ -182,12 +188,12 @@ class Samples:
     @property
     def is_share(self) -> bool:
         """Whether the global batch has more samples than these."""
-        return len(self.spans) != self.of
+        return len(self.spans) != self.total
 
     @property
     def segments(self) -> tuple[Segment, ...]:
         """The leaves of every segment of this share, in order."""
-        size = segment_size(self.of)
+        size = segment_size(self.total)
         leaves = [
             cut_into_leaves(start, length, i % size != 0)
             for i, (start, length) in enumerate(self.spans)
@@ -200,7 +206,7 @@ class Samples:
     @property
     def roots(self) -> tuple[Node, ...]:
         """The largest subtrees of the sample tree that this share can sum."""
-        size = segment_size(self.of)
+        size = segment_size(self.total)
         return find_roots(self.first // size, (self.first + len(self.spans)) // size)
 
 

@@ -1,3 +1,4 @@
+from isobit.ops.linear import partial as partial
 from isobit.parallel import checkpoint as checkpoint
 from isobit.parallel.collectives.levels import Levels as Levels
 from isobit.parallel.collectives.tree_collectives import all_gather as all_gather

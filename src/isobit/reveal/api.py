@@ -1,4 +1,4 @@
-"""`isobit.reveal.order` and `isobit.reveal.certify`, for targets and for any callable that sums a vector."""
+"""`isobit.reveal.order` and `isobit.reveal.compare_orders`, for targets and for any callable that sums a vector."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from isobit.errors import ArgumentError
 from isobit.reveal import certificate as certificates
 from isobit.reveal import tree as revealing
-from isobit.reveal.certificate import Certificate
+from isobit.reveal.certificate import OrderComparison
 from isobit.reveal.target import Progress, Target
 from isobit.reveal.targets import sums
 from isobit.reveal.tree import Tree
@@ -64,7 +64,7 @@ def order(
     return revealing.reveal(accept(target, n, dtype), arithmetic=arithmetic, progress=progress)
 
 
-def certify(
+def compare_orders(
     target: Callable[..., Target | Callable[[Tensor], Tensor]],
     configurations: Iterable[Any],
     n: int | None = None,
@@ -72,7 +72,7 @@ def certify(
     dtype: torch.dtype = torch.float32,
     arithmetic: bool = True,
     progress: Progress | None = None,
-) -> Certificate:
+) -> OrderComparison:
     """Reveal a target in many configurations and compare the orders.
 
     Args:
@@ -84,7 +84,7 @@ def certify(
         progress: called with (stage, done, total).
 
     Returns:
-        A `Certificate`: the classes of configurations that add alike, and where the others first differ.
+        An `OrderComparison`: the classes of configurations that add alike, and where the others first differ.
 
     Raises:
         ArgumentError: There are no configurations, or `target` returns something that cannot be probed.
@@ -96,7 +96,7 @@ def certify(
         >>> sizes = [{"k": 24, "n": 8, "m": m} for m in (1, 4)]
         >>> def ours(k, n, m):
         ...     return targets.linear(k, m, n, function=isobit.linear)
-        >>> found = isobit.reveal.certify(ours, sizes)
+        >>> found = isobit.reveal.compare_orders(ours, sizes)
         >>> found.kept, len(found.classes), found.classes[0].label
         (True, 1, 'm=1, 4')
     """
@@ -104,7 +104,9 @@ def certify(
     def accepted(*given: Any, **named: Any) -> Target:
         return accept(target(*given, **named), n, dtype)
 
-    return certificates.certify(accepted, configurations, arithmetic=arithmetic, progress=progress)
+    return certificates.compare_orders(
+        accepted, configurations, arithmetic=arithmetic, progress=progress
+    )
 
 
 def accept(target: Any, n: int | None, dtype: torch.dtype) -> Target:

@@ -42,8 +42,8 @@ class OrderClass:
 
 
 @dataclass(frozen=True)
-class Certificate:
-    """The orders of many configurations, as `isobit.reveal.certify` returns them.
+class OrderComparison:
+    """The orders of many configurations, as `isobit.reveal.compare_orders` returns them.
 
     Attributes:
         classes: configurations grouped by order and arithmetic; the first class has the first configuration.
@@ -52,7 +52,7 @@ class Certificate:
     Example:
         >>> import isobit
         >>> from isobit.reveal import targets
-        >>> found = isobit.reveal.certify(targets.sum, [{"k": 8, "m": m} for m in (1, 2)])
+        >>> found = isobit.reveal.compare_orders(targets.sum, [{"k": 8, "m": m} for m in (1, 2)])
         >>> found.count, found.refused
         (2, ())
     """
@@ -142,13 +142,13 @@ def _summarise(found: OrderClass) -> dict[str, Any]:
     }
 
 
-def certify(
+def compare_orders(
     target: Callable[..., Target],
     configurations: Iterable[Any],
     *,
     arithmetic: bool = True,
     progress: Progress | None = None,
-) -> Certificate:
+) -> OrderComparison:
     """Reveal `target(configuration)` for each, and group those of equal order and arithmetic.
 
     A configuration that is a mapping is passed as keywords, and named by the keys that vary.
@@ -179,7 +179,7 @@ def certify(
     for tree, names in found.values():
         parting = find_difference(classes[0].tree.branch, tree.branch) if classes else None
         classes.append(OrderClass(tuple(names), tree, parting))
-    return Certificate(tuple(classes), tuple(refused))
+    return OrderComparison(tuple(classes), tuple(refused))
 
 
 def _name_all(asked: list[Any]) -> list[str]:

@@ -1,4 +1,5 @@
 from isobit.simulator import probe as probe
+from isobit.simulator.autopsy.examine import examine as examine
 from isobit.simulator.checkers.divergence import same_on_all_ranks as same_on_all_ranks
 from isobit.simulator.faults import Die as Die
 from isobit.simulator.faults import Drop as Drop

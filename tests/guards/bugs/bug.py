@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from isobit.errors import SimulationError
 from isobit.guards import Event, preflight, watch
 from isobit.simulator import World
+from tests.guards.watch_groups import grouped
 
 RANKS = 4
 CATALOGUE: dict[str, Bug] = {}
@@ -48,7 +49,7 @@ class Bug:
 
 def quiet(model, optimizer, **options):
     """A watch without sinks, closed by whoever reads its findings."""
-    return watch(model, optimizer, sinks=[], **options)
+    return watch(model, optimizer, sinks=[], **grouped(options))
 
 
 def as_found(event: Event) -> Found:

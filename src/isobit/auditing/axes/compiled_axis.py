@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from isobit.auditing.auditor import Wishes, both, some
+from isobit.auditing.auditor import AuditOptions, both, some
 from isobit.auditing.axes.axes import NotApplicableError
 from isobit.auditing.axes.compiled_accuracy import explain
 from isobit.auditing.axes.compiled_modules import Compiler, NotCompiled, count_graphs, same_bits
@@ -45,7 +45,7 @@ class CompiledAudit:
 
     Args:
         inputs: The model and its batch.
-        wishes: What the audit is asked for.
+        options: What the audit is asked for.
         budget: Seconds of compiling after which no further kind of module is compiled.
         backend: The backend of torch.compile.
 
@@ -54,10 +54,14 @@ class CompiledAudit:
     """
 
     def __init__(
-        self, inputs: Inputs, wishes: Wishes, budget: float = BUDGET, backend: str = "inductor"
+        self,
+        inputs: Inputs,
+        options: AuditOptions,
+        budget: float = BUDGET,
+        backend: str = "inductor",
     ) -> None:
         """Copy the structure of the model."""
-        self.inputs, self.wishes, self.model = inputs, wishes, inputs.model
+        self.inputs, self.options, self.model = inputs, options, inputs.model
         try:
             self.compiler = Compiler(self.model, budget, self.say_path, backend)
         except Exception as error:  # a module may hold anything that cannot be copied
@@ -115,8 +119,8 @@ class CompiledAudit:
 
     def say(self, stage: str, done: int, total: int) -> None:
         """Report progress."""
-        if self.wishes.progress is not None:
-            self.wishes.progress(f"{AXIS}: {stage}", done, total)
+        if self.options.progress is not None:
+            self.options.progress(f"{AXIS}: {stage}", done, total)
 
     def say_path(self, path: str) -> None:
         """Report what is compiled, of how many calls of modules how many were judged."""
@@ -220,7 +224,7 @@ class CompiledAudit:
 
     def quantity(self, outputs: dict[str, Tensor]) -> Quantity | None:
         """Return what the effect is measured on."""
-        name = choose(outputs, self.wishes.effect)
+        name = choose(outputs, self.options.effect)
         if name not in outputs:
             return None
         return quantity_of(outputs[name], name, self.inputs.tokens)
@@ -239,7 +243,7 @@ class CompiledAudit:
             assert found is not None
             return found
 
-        return rank(list(self.findings.values()), self.wishes.blame, start, final, run)
+        return rank(list(self.findings.values()), self.options.blame, start, final, run)
 
     def guilty(self, blame: Blame | None) -> tuple[Guilty, ...]:
         """Return the records, the largest share first."""

@@ -75,7 +75,7 @@ class Backward:
         if not variation.mixes or find_state(self.model) is None:
             return None
         try:
-            return Shares(self.model, GlobalBatch(of=of, micro_batches=count))
+            return Shares(self.model, GlobalBatch(total=of, micro_batches=count))
         except CutError:  # not a power of two: each sample's gradient is merged as autograd would
             return None
 

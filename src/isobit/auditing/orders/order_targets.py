@@ -16,7 +16,7 @@ from isobit.auditing.replay.call import Call, operator_name
 from isobit.errors import EngineError, RevealError, in_one_line
 from isobit.foundation.machine import thread_count
 from isobit.order.addition import find_difference
-from isobit.reveal.certificate import Certificate, OrderClass
+from isobit.reveal.certificate import OrderClass, OrderComparison
 from isobit.reveal.self_check import check_revealing
 from isobit.reveal.target import Progress
 from isobit.reveal.tree import Tree, reveal
@@ -53,7 +53,7 @@ def reveal_both(
     progress: Progress | None = None,
     rows: tuple[Row, Row] = (0, 0),
     threads: tuple[int, int] | None = None,
-) -> tuple[Certificate | None, str]:
+) -> tuple[OrderComparison | None, str]:
     """Reveal the order in which an operator adds, in a call of the audited run and in its variant.
 
     The operator itself is called, with fresh tensors that have the shapes, strides, dtypes, devices and alignment of
@@ -111,7 +111,7 @@ def _check_once() -> None:
     check_revealing()
 
 
-def _reveal_asked(asked: _Pair, clock: Clock, progress: Progress) -> tuple[Certificate, str]:
+def _reveal_asked(asked: _Pair, clock: Clock, progress: Progress) -> tuple[OrderComparison, str]:
     """Reveal both calls; where they add alike, look at other elements of the row, and at what is added to the sum."""
     first = _reveal_pair(asked, None, clock, progress)
     way, left_out = first[0].way, ""
@@ -173,7 +173,7 @@ def _reveal_one(one: _Asked, way: Way | None, clock: Clock, progress: Progress) 
     return _Revealed(tree, way, made.element, unlike)
 
 
-def _certify(asked: _Pair, found: _Found) -> Certificate:
+def _certify(asked: _Pair, found: _Found) -> OrderComparison:
     """Group the two by order and arithmetic of the element that was read."""
     groups: dict[str, tuple[Tree, list[str]]] = {}
     for one, part in zip(asked, found, strict=True):
@@ -182,10 +182,10 @@ def _certify(asked: _Pair, found: _Found) -> Certificate:
     for tree, names in groups.values():
         parting = find_difference(classes[0].tree.branch, tree.branch) if classes else None
         classes.append(OrderClass(tuple(names), tree, parting))
-    return Certificate(tuple(classes), ())
+    return OrderComparison(tuple(classes), ())
 
 
-def _explain(asked: _Pair, found: _Found, certificate: Certificate, left_out: str) -> str:
+def _explain(asked: _Pair, found: _Found, certificate: OrderComparison, left_out: str) -> str:
     """Say what the certificate shows."""
     name = operator_name(asked[0].call.func)
     left, right = (part.tree for part in found)

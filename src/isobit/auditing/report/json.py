@@ -12,7 +12,7 @@ from isobit.auditing.records import ERROR, ORDER, RANDOM, Audit, AxisReport, Gui
 from isobit.auditing.report.sentence import conclude
 from isobit.foundation.records import to_json
 from isobit.report.record_reader import RecordReader
-from isobit.reveal.certificate import Certificate
+from isobit.reveal.certificate import OrderComparison
 
 FORMAT = "isobit audit 1"
 DERIVED = ("format", "conclusion", "complete", "kept", "exit_code")
@@ -28,8 +28,8 @@ class OrderSummary:
 
 
 def summarise_orders(orders: Any) -> OrderSummary | None:
-    """Return the summary of a `Certificate`; a summary is returned as it is, anything else as None."""
-    if not isinstance(orders, Certificate):
+    """Return the summary of a `OrderComparison`; a summary is returned as it is, anything else as None."""
+    if not isinstance(orders, OrderComparison):
         return orders if isinstance(orders, OrderSummary) else None
     texts = [
         f"{found.label}: {found.tree}; {found.tree.arithmetic or 'arithmetic not seen'}"

@@ -18,7 +18,7 @@ from isobit.auditing.report.figures import (
 from isobit.auditing.report.json import OrderSummary
 from isobit.report.markup import escape
 from isobit.report.svg import STYLE
-from isobit.reveal.certificate import Certificate
+from isobit.reveal.certificate import OrderComparison
 from isobit.reveal.report.page import draw_certificate
 
 HEXADECIMAL = re.compile(r"(?:0x)?([0-9a-fA-F]{1,32})")
@@ -35,7 +35,7 @@ class OrderPictures:
         orders = one.orders
         if isinstance(orders, OrderSummary):
             return f'<ul class="plain">{"".join(f"<li>{escape(t)}" for t in orders.texts)}</ul>'
-        if not isinstance(orders, Certificate):
+        if not isinstance(orders, OrderComparison):
             why = one.why_no_order or "it was not revealed"
             return f'<p class="soft">The order of its additions is not shown: {escape(why)}</p>'
         if not orders.classes:
@@ -53,14 +53,14 @@ class OrderPictures:
         )
 
     @staticmethod
-    def _notes(one: Guilty, orders: Certificate) -> str:
+    def _notes(one: Guilty, orders: OrderComparison) -> str:
         """Return what was said about the orders, and what could not be revealed."""
         notes = [one.why_no_order] if one.why_no_order else []
         notes += [f"{name} could not be revealed: {reason}" for name, reason in orders.refused]
         return "".join(f'<p class="soft">{escape(note)}</p>' for note in notes)
 
 
-def _orders(orders: Certificate) -> str:
+def _orders(orders: OrderComparison) -> str:
     if len(orders.classes) == 1:
         return "One order of additions was found, so the difference comes from elsewhere"
     return (

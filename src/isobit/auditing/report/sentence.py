@@ -167,14 +167,14 @@ def _effect(axis: AxisReport) -> str:
         return f"{whole}; shares of single operators were not measured"
     if not any(one.share for one in guilty):
         return f"{whole}, and none of it is made by {'it' if len(guilty) == 1 else 'them'}"
-    part = "of the effect" if axis.complete else "of the effect of those found"
+    part = "of the difference" if axis.complete else "of the difference made by those found"
     if len(guilty) == 1:
-        return f"it makes {percent(shares[0])} {part} ({whole})"
+        return f"it accounts for {percent(shares[0])} {part} ({whole})"
     if shares[0] >= 0.5:
-        return f"one of them, {guilty[0].place}, makes {percent(shares[0])} {part} ({whole})"
+        return f"one of them, {guilty[0].place}, accounts for {percent(shares[0])} {part} ({whole})"
     for at, share in enumerate(shares):
         if share is not None and share >= MOST:
-            return f"{at + 1:,} of them make {percent(share)} {part} ({whole})"
+            return f"{at + 1:,} of them account for {percent(share)} {part} ({whole})"
     return f"the largest share of one operator is {percent(shares[0])} ({whole})"
 
 
@@ -187,8 +187,8 @@ def _closing(axis: AxisReport) -> str:
     substituted = "with all of them substituted" if len(axis.guilty) > 1 else "with it substituted"
     if axis.complete:
         found = axis.effect is not None and axis.effect.differ
-        start = "nothing else does" if found else "the list is complete"
-        return f"{start}: {substituted}, “{axis.sides[0]}” equals “{axis.sides[1]}” bit for bit"
+        start = "" if found else "the list is complete: "
+        return f"{start}{substituted}, “{axis.sides[0]}” matches “{axis.sides[1]}” bit for bit"
     why = f" ({axis.why_not})" if axis.why_not else ""
     if axis.remaining is not None and axis.remaining.differ:
         still = f"{differing(axis.remaining)} still differ"

@@ -1,4 +1,4 @@
-"""Run Triton executors on a GPU and keep the texts of their kernels, each beside what the PTX machine runs for it.
+"""Run Triton executors on a GPU and record each kernel's PTX next to the PTX that the emulator runs.
 
 A certificate and every comparison in the PTX machine are about a PTX text. They hold for a GPU where Triton's runtime
 gives that GPU the same text; ptxas is trusted from there on.

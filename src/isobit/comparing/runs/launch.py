@@ -18,12 +18,12 @@ from isobit.errors import ArgumentError
 
 POLL = 0.1  # seconds
 LAST_LINES = 15
-OTHERWISE = "run it with python first; words after -- go to the script"
+OTHERWISE = "run it with python first; arguments after -- are passed to the script"
 REMEDIES = (  # what a script last wrote, and what helps
     (
         re.compile(r"\b(LOCAL_)?(RANK|WORLD_SIZE)\b|\bMASTER_(ADDR|PORT)\b"),
         "start it as torchrun's only rank: env RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 LOCAL_WORLD_SIZE=1 "
-        "MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 isobit twice …",
+        "MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 isobit compare runs …",
     ),
     (
         re.compile(

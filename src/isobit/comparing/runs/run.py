@@ -62,5 +62,5 @@ def refuse_nothing(script: Path, found: Comparison) -> None:
         raise ArgumentError(
             expected="a script that takes optimizer steps",
             received=f"no step of a torch.optim optimizer, and {found.operators:,} operators, in {script}",
-            remedy="name the script that trains, in one process; words after -- go to the script",
+            remedy="name the script that trains, in one process; arguments after -- are passed to the script",
         )

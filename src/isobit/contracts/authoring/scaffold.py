@@ -17,7 +17,7 @@ OF_A_COLUMN = ("weight", "bias", "scale", "gamma", "beta")
 FILL = "FILL IN"
 
 TEMPLATE = """\
-# Made by `isobit new`. It is well-formed, but does not pass until you replace what is marked {fill}.
+# Made by `isobit contract new`. It is well-formed, but does not pass until you replace what is marked {fill}.
 id: {id}
 version: 0.1.0
 title: {title}

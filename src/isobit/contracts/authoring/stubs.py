@@ -13,7 +13,7 @@ from isobit.errors import ContractError
 MODULE = '''\
 """{title}.
 
-Made by `isobit new --code {id}`: write the function, then run pytest {test}.
+Made by `isobit contract new --code {id}`: write the function, then run pytest {test}.
 """
 
 from torch import Tensor
@@ -77,7 +77,7 @@ def write_stubs(name: str, contract: Contract, where: str) -> dict[str, str]:
         raise ContractError(
             expected=f"claims and inputs in {contract.id}",
             received="none",
-            remedy="write the contract first: isobit lint",
+            remedy="write the contract first: isobit contract lint",
         )
     title = plain(contract.title).rstrip(".")
     words = {

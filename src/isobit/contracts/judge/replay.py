@@ -55,7 +55,7 @@ def replay_command(
 ) -> str:
     """Return the shell command that judges a case of a claim again."""
     words = ["TRITON_INTERPRET=1"] if is_interpreted() else []
-    words += ["isobit", "replay", f"{contract.id}/{claim.id}"]
+    words += ["isobit", "contract", "replay", f"{contract.id}/{claim.id}"]
     if case:
         words += ["--case", f"'{case}'"]
     if options.subject:

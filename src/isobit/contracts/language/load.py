@@ -185,7 +185,7 @@ class _Names:
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the JSON schema of the format (`isobit lint --schema`), from the tables of the parser."""
+    """Return the JSON schema of the format (`isobit contract lint --schema`), from the tables of the parser."""
     schema = CONTRACT.schema()
     variants = [_claim_schema(relation, keys) for relation, keys in RELATIONS.items()]
     schema["properties"]["claims"] = {"type": "array", "items": {"oneOf": variants}}

@@ -81,7 +81,11 @@ class _Reader:
             event = next(self.events)
         if isinstance(event, yaml.StreamEndEvent):
             _refuse(
-                "a contract", "an empty file", "isobit new writes one to start from", self.where, 1
+                "a contract",
+                "an empty file",
+                "isobit contract new writes one to start from",
+                self.where,
+                1,
             )
         root = self.node(event, 0)
         for rest in self.events:

@@ -2,7 +2,7 @@
 
 [Note: Shipped evidence]
 `isobit verify isobit` takes minutes, so after an installation nothing is judged yet. The wheel
-therefore holds what was found on one machine, in `isobit/library/evidence.json`. `isobit status`
+therefore holds what was found on one machine, in `isobit/library/evidence.json`. `isobit contract status`
 shows it and names that machine. The verdict on this machine is still "not-judged", and shipped evidence
 counts nowhere: `verify` ignores it, and exit codes ignore it.
 

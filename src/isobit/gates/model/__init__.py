@@ -1,4 +1,4 @@
 """The batch-layout gate: one model, forward and backward, in every layout of one batch.
 
-The command is `isobit chain`. Start with `batch_layout_gate.py`.
+The command is `isobit gate model`. Start with `batch_layout_gate.py`.
 """

@@ -82,3 +82,38 @@ def spread_weights(model: torch.nn.Module, seed: int) -> None:
                 parameter.add_(
                     torch.randn(parameter.shape, generator=generator).mul_(0.1).to(parameter.dtype)
                 )
+
+
+def vocabulary_of(model: Any) -> int:
+    """Return the number of tokens that a model knows.
+
+    Raises:
+        ArgumentError: If it is not a language model of transformers with trainable parameters.
+    """
+    config: Any = getattr(model, "config", None)
+    size = (
+        getattr(config.get_text_config(), "vocab_size", 0)
+        if hasattr(config, "get_text_config")
+        else 0
+    )
+    if not size or not hasattr(model, "generate"):
+        raise ArgumentError(
+            expected="a causal language model of transformers",
+            received=f"{type(model).__module__}.{type(model).__name__}",
+            remedy="isobit audit names the operators of any model that depend on the batch; "
+            "docs/how-to/own-model.md builds a model from isobit's operators",
+        )
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ArgumentError(
+            expected="parameters that require a gradient",
+            received="a model whose parameters are all frozen",
+            remedy="call model.requires_grad_(True): gradients are compared, too",
+        )
+    kinds = {str(p.dtype).removeprefix("torch.") for p in model.parameters()}
+    if other := sorted(kinds - {"float32", "bfloat16"}):
+        raise ArgumentError(
+            expected="parameters in fp32 or bf16: a step of AdamW in fp16 is not finite",
+            received=", ".join(other),
+            remedy="--dtype bf16 or --dtype fp32",
+        )
+    return int(size)

@@ -53,7 +53,7 @@ class Sweep:
         for fits, expected, received in numbers:
             if not fits:
                 raise ArgumentError(
-                    expected=expected, received=str(received), remedy="isobit chain --help"
+                    expected=expected, received=str(received), remedy="isobit gate model --help"
                 )
         if max(self.batches) > len(self.lengths):
             raise ArgumentError(

@@ -52,7 +52,7 @@ def name_some(names: list[str]) -> str:
 def check_identity(
     model: nn.Module, optimizer: torch.optim.Optimizer, others: Sequence[torch.optim.Optimizer] = ()
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield a rule, severity and sentence where the optimizer has other tensors than the model.
+    """Yield a rule, severity and sentence where the optimizer's parameters are not the model's.
 
     Args:
         model: The model that is trained.

@@ -1,4 +1,4 @@
-"""Ask a model in eval mode, and compare its answers; the model is left as it was."""
+"""Run a model twice in eval mode and compare outputs; its state is restored."""
 
 from __future__ import annotations
 

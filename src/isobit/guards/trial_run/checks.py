@@ -11,8 +11,8 @@ from isobit.guards.live.module_replay import unwrapped
 from isobit.guards.live.optimizer_checks import name_some, parameters_of
 from isobit.guards.trial_run.dtype_census import dtypes_are_as_asked
 from isobit.guards.trial_run.evaluation import (
-    a_sample_alone_is_as_among_others,
     as_many_rows_out_as_in,
+    eval_output_is_batch_independent,
     evaluation_is_a_function,
 )
 from isobit.guards.trial_run.judging import Found, NotJudged
@@ -193,5 +193,5 @@ CHECKS: dict[str, Callable[[Observer], Iterator[Found]]] = {
     "evaluation is a function": evaluation_is_a_function,
     "evaluation before training": lambda seen: seen.first.check(),
     "generation keeps to its limit": lambda seen: seen.generated.check(),
-    "a sample alone is as among others": a_sample_alone_is_as_among_others,
+    "eval output is batch-independent": eval_output_is_batch_independent,
 }

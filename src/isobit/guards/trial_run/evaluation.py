@@ -54,7 +54,7 @@ def rows_of(model: nn.Module, value: Any) -> int:
     return min(sizes)
 
 
-def a_sample_alone_is_as_among_others(seen: Observer) -> Iterator[Found]:
+def eval_output_is_batch_independent(seen: Observer) -> Iterator[Found]:
     """Check that in eval mode the output for one sample does not depend on the others of its batch."""
     for inner, call in models_of(seen):
         rows, axis = rows_of(inner, (call.args, call.kwargs)), batch_axis(inner)

@@ -119,11 +119,12 @@ def check_hyperparameters(
                 if name in OWN:
                     wrong = [value for value in wrong if is_near(known.get(name), value)]
             if wrong:
+                kind = type(optimizer).__name__
                 is_default = known.get(name) == wrong[0]
-                why = ", whose default that is" if is_default else ""
+                default, owner = (f" ({kind}'s default)", "") if is_default else ("", f" of {kind}")
                 yield (
-                    f"{name} is {wanted:g} in the configuration and {wrong[0]:g} in {len(wrong)} of {len(held)} "
-                    f"groups of {type(optimizer).__name__}{why}"
+                    f"{name} is {wanted:g} in the configuration and {wrong[0]:g}{default} in {len(wrong)} of "
+                    f"{len(held)} parameter groups{owner}"
                 )
 
 

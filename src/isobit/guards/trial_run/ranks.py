@@ -161,7 +161,7 @@ def run_world(world: World, run: Any, program: Script) -> tuple[list[PreflightFi
         raise ArgumentError(
             expected=f"a script that runs on {world.settings.ranks} ranks up to its optimizer's steps",
             received=error.received + ("" if not lines else ", after:\n" + "\n".join(lines)),
-            remedy="isobit simulate shows where each rank was; words after -- go to the script",
+            remedy="isobit simulate shows where each rank was; arguments after -- are passed to the script",
         ) from error
     except SimulationError as error:
         if error.result is None:

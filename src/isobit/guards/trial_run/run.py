@@ -69,7 +69,7 @@ def preflight(
         >>> [finding.rule for finding in report.findings]
         ['not-zeroed', 'hyperparameter']
         >>> print(report.findings[1].message)
-        beta2 is 0.95 in the configuration and 0.999 in 1 of 1 groups of AdamW, whose default that is
+        beta2 is 0.95 in the configuration and 0.999 (AdamW's default) in 1 of 1 parameter groups
     """
     if steps < 1:
         raise ArgumentError(

@@ -7,6 +7,7 @@ from typing import Any
 from lightning.pytorch import Callback
 
 from isobit.guards.live.watch_hooks import Watch
+from isobit.guards.live.watch_options import Resume
 from isobit.guards.live.watching import watch
 
 
@@ -34,7 +35,7 @@ class WatchCallback(Callback):
         clips = trainer.gradient_clip_algorithm in (None, "norm")
         options: dict[str, Any] = {
             "max_norm": (trainer.gradient_clip_val or None) if clips else None,
-            "first_step": trainer.global_step,
+            "resume": Resume(first_step=trainer.global_step),
             **self.options,
         }
         self.watches = []

@@ -46,7 +46,7 @@ class Logits(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         hidden, weight = ctx.saved_tensors
         spans, of = (
-            (None, 0) if ctx.samples is None else (spans_of(ctx.samples, hidden), ctx.samples.of)
+            (None, 0) if ctx.samples is None else (spans_of(ctx.samples, hidden), ctx.samples.total)
         )
         rounded, want = grad.to(hidden.dtype), ctx.needs_input_grad
         into_hidden, into_weight = (

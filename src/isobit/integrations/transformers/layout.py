@@ -237,7 +237,7 @@ def of_global_batch(spans: list[tuple[int, int]], rows: int) -> Samples:
     share = share_in_force()
     if share is None:
         return Samples(tuple(spans), rows, 0, len(spans))
-    return Samples.of_spans(spans, rows, share.first, share.of)
+    return Samples.of_spans(spans, rows, share.first, share.total)
 
 
 # ---- the layout in force -----------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ class OrderedTrainer(Trainer):
         args = self.args
         count = args.per_device_train_batch_size * args.gradient_accumulation_steps
         return GlobalBatch(
-            of=count * args.world_size,
+            total=count * args.world_size,
             ranks=args.world_size,
             micro_batches=args.gradient_accumulation_steps,
         )
@@ -161,7 +161,7 @@ class OrderedTrainer(Trainer):
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         return {
             "order": VERSION,
-            "samples of a global batch": self.global_batch.of,
+            "samples of a global batch": self.global_batch.total,
             "seed of the data": seed,
             "samples of the dataset": len(self.train_dataset),  # type: ignore[arg-type]
         }

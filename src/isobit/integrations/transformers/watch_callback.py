@@ -8,6 +8,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from isobit.guards.live.watch_hooks import Watch
+from isobit.guards.live.watch_options import Resume
 from isobit.guards.live.watching import watch
 
 
@@ -37,7 +38,7 @@ class WatchCallback(TrainerCallback):
         """Start a watch; one that an exception has left open is ended first."""
         self.on_train_end(args, state, control)
         options = {"max_norm": args.max_grad_norm or None, **self.options}
-        options.setdefault("first_step", state.global_step)
+        options.setdefault("resume", Resume(first_step=state.global_step))
         self.watch = watch(given["model"], given["optimizer"], **options)
         message = miscounted_steps(args, state, given.get("train_dataloader"))
         if message:
@@ -52,7 +53,7 @@ class WatchCallback(TrainerCallback):
 
 
 def miscounted_steps(args: TrainingArguments, state: TrainerState, loader: Any) -> str:
-    """Return a sentence if the Trainer plans other than the configured number of steps, or nothing.
+    """Return a sentence if the Trainer's step count does not match its configuration, or nothing.
 
     Args:
         args: The configuration.

@@ -78,7 +78,7 @@ class Problem:
         for leaf in leaves:
             leaf.grad_dtype = accumulation_dtype(leaf.dtype)
         for count in counts:
-            samples = Samples.packed(self.lengths[first : first + count], first=first, of=of)
+            samples = Samples.packed(self.lengths[first : first + count], first=first, total=of)
             rows = slice(edges[first], edges[first + count])
             with torch.enable_grad(), collecting(Share(first, of, count)):
                 y = table[self.operator](self.x[rows], *leaves, samples=samples)
@@ -158,11 +158,15 @@ def few_partials(subject: Accumulation, case: Case, tally: Tally) -> None:
 
 def refuses(subject: Accumulation, case: Case, tally: Tally) -> None:
     """Every operator raises for a share that is not collected, is not one subtree, or would be rounded."""
-    given = Samples.packed([1, 1], first=2, of=8)
+    given = Samples.packed([1, 1], first=2, total=8)
     shares: dict[str, tuple[Samples, Share | None, torch.dtype]] = {
         "no share is collected": (given, None, torch.float32),
         "another share is collected": (given, Share(0, 8, 2), torch.float32),
-        "not one subtree": (Samples.packed([1, 1], first=1, of=8), Share(1, 8, 2), torch.float32),
+        "not one subtree": (
+            Samples.packed([1, 1], first=1, total=8),
+            Share(1, 8, 2),
+            torch.float32,
+        ),
         "would be rounded": (given, Share(2, 8, 2), torch.bfloat16),
     }
     for problem in problems(case, 8):

@@ -87,7 +87,7 @@ def split(grad: Tensor, x: Tensor, lengths: Sequence[int], size: int) -> list[Sh
     """Split a packed batch into micro-batches of `size` samples."""
     shares, at = [], 0
     for first in range(0, len(lengths), size):
-        described = Samples.packed(lengths[first : first + size], first=first, of=len(lengths))
+        described = Samples.packed(lengths[first : first + size], first=first, total=len(lengths))
         shares.append((grad[at : at + described.rows], x[at : at + described.rows], described))
         at += described.rows
     return shares

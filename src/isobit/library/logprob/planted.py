@@ -152,7 +152,7 @@ def _tokens_backwards(p: Problem) -> tuple[Tensor, Tensor]:
     samples = p.samples
     spans = tuple((samples.rows - start - length, length) for start, length in samples.spans)
     flipped = {name: getattr(p, name).flip(0) for name in ("grad", "hidden", "targets")}
-    described = Samples(spans, samples.rows, samples.first, samples.of)
+    described = Samples(spans, samples.rows, samples.first, samples.total)
     return p.gradients()[0], p.gradients(**flipped, samples=described)[1]
 
 

@@ -16,8 +16,9 @@ the same calls by the Triton executor, and the same relations and predicates jud
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from isobit.contracts.language.contract import Claim, Contract, Inputs
 from isobit.contracts.language.sabotage_names import planted_names
@@ -177,3 +178,24 @@ def count_cases(claims: list[Claim], inputs: Mapping[str, Inputs]) -> int:
 def planted_in(contract: Contract) -> tuple[tuple[str, str], ...]:
     """Return (claim, name) of every wrong subject that a contract plants."""
     return tuple((claim.id, name) for claim in contract.claims for name in planted_names(claim))
+
+
+def summarise(derived: Sequence[Derived], backend: str, target: str) -> dict[str, Any]:
+    """Return the denominators of a backend: cases, and what was left out, with reasons."""
+    return {
+        "backend": backend,
+        "target": target,
+        "cases": sum(d.cases for d in derived),
+        "cases_on_cpu": sum(d.cases_on_cpu for d in derived),
+        "cases_by_contract": {d.contract.id: d.cases for d in derived if d.contract},
+        "claims_not_applicable": [left for d in derived for left in d.claims_left_out],
+        "parts_not_applicable": [left for d in derived for left in d.parts_left_out],
+    }
+
+
+def by_reason(left: Sequence[LeftOut]) -> dict[str, list[str]]:
+    """Group what was left out by its reason."""
+    found: dict[str, list[str]] = {}
+    for one in left:
+        found.setdefault(one.reason, []).append(f"{one.contract}/{one.what}")
+    return found

@@ -99,7 +99,7 @@ def tokens_from_the_end(right: Any) -> Any:
 
     def wrong(grad: Tensor, x: Tensor, samples: Samples, dtype: torch.dtype) -> Tensor:
         spans = tuple((samples.rows - start - length, length) for start, length in samples.spans)
-        turned = Samples(spans, samples.rows, samples.first, samples.of)
+        turned = Samples(spans, samples.rows, samples.first, samples.total)
         return right(grad.flip(0), x.flip(0), turned, dtype)  # type: ignore[no-any-return]
 
     return wrong

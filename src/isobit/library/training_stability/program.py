@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from isobit import optim
-from isobit.guards import Watch, state_digest, watch
+from isobit.guards import Resume, Watch, state_digest, watch
 
 VOCABULARY, WIDTH, SLOPE = 32, 16, 0.5
 
@@ -199,7 +199,7 @@ class Program:
         self.start()
         self.load(torch.load(io.BytesIO(file.getvalue())))
         self.watches = [
-            watch(self.model, optimizer, sinks=[], first_step=step, resumed_from=digest)
+            watch(self.model, optimizer, sinks=[], resume=Resume(step, digest))
             for optimizer, digest in zip(self.optimizers, digests, strict=True)
         ]
 

@@ -52,7 +52,9 @@ def weight_grad(
         local = local.masked_fill(ids == padding_idx, rows)
     # One row more, for the tokens of other ranks: it is passed as padding, which the operator skips.
     spans = spans_of(samples, ids.unsqueeze(-1))
-    table = operator_of("_weight_grad", grad.dtype)(grad, local, spans, rows + 1, rows, samples.of)
+    table = operator_of("_weight_grad", grad.dtype)(
+        grad, local, spans, rows + 1, rows, samples.total
+    )
     return table[:rows]
 
 

@@ -34,7 +34,7 @@ def embedding_weight_grad(
         table[present] = total
     if padding >= 0:
         table[padding] = 0
-    return round_once(table, gradient_dtype(grad.dtype, len(samples.spans), samples.of))
+    return round_once(table, gradient_dtype(grad.dtype, len(samples.spans), samples.total))
 
 
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:

@@ -135,7 +135,7 @@ def triton_embedding_weight_grad(
     grad: Tensor, ids: Tensor, spans: Tensor | None, vocabulary: int, padding: int, of: int = 0
 ) -> Tensor:
     samples, width, device = whole_samples(grad, spans, of), grad.shape[-1], grad.device
-    dtype = gradient_dtype(grad.dtype, len(samples.spans), samples.of)
+    dtype = gradient_dtype(grad.dtype, len(samples.spans), samples.total)
     table = torch.zeros(vocabulary, width, dtype=dtype, device=device)
     tokens, leaf, segment = tokens_in_order(samples.segments, device)
     key, order = ids.reshape(-1)[tokens].long().sort(stable=True)

@@ -89,11 +89,11 @@ def sum_terms(
         CENTRED=means is not None,
         BLOCK=BLOCK,
     )
-    dtype = gradient_dtype(x.dtype, len(samples.spans), samples.of)
+    dtype = gradient_dtype(x.dtype, len(samples.spans), samples.total)
     if not heads:
         return sum_leaves(sums, leaves, dtype)
     if not samples.spans:
         return torch.zeros(n, dtype=dtype, device=x.device)
     tokens = fold(sums, leaves.bounds, None)
     by_sample = merge_items(tokens.reshape(-1, n), heads, FEATURE_CAP, None)
-    return merge_items(by_sample, len(by_sample), SAMPLE_CAP, dtype, samples.of)[0]
+    return merge_items(by_sample, len(by_sample), SAMPLE_CAP, dtype, samples.total)[0]

@@ -36,7 +36,7 @@ def layer_norm_backward(
     normal, weighted = (widen_rows(x) - means.reshape(-1, 1)) * column, rows * weight.to(rows.dtype)
     dx = input_grad(weighted, normal, column, mean_last(weighted))
     sums = sum_samples(rows * normal, samples), sum_samples(rows, samples)
-    dtype = gradient_dtype(x.dtype, len(samples.spans), samples.of)
+    dtype = gradient_dtype(x.dtype, len(samples.spans), samples.total)
     return (
         round_once(dx, x.dtype).reshape(x.shape),
         round_once(sums[0], dtype),

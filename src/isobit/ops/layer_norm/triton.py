@@ -149,6 +149,6 @@ def triton_layer_norm_backward(
     rows, grid, how = row_launch("layer_norm_backward", x)
     run(differentiate_rows, grid, grad, x, weight.contiguous(), means, scales, dx, rows, **how)
     samples = whole_samples(grad, spans, of)
-    dtype = gradient_dtype(x.dtype, len(samples.spans), samples.of)
+    dtype = gradient_dtype(x.dtype, len(samples.spans), samples.total)
     dbias = sum_rows(grad.reshape(-1, x.shape[-1]), samples.segments, dtype)
     return dx, sum_terms(grad, x, means, scales, samples, 0), dbias

@@ -97,7 +97,7 @@ def weight_grad(grad: Tensor, x: Tensor, samples: Samples) -> Partial:
     check_rows(samples, x)
     if dispatch.is_native(x.dtype):
         values = torch.ops.isobit.linear_weight_grad_roots(
-            grad, x, spans, samples.first, samples.of
+            grad, x, spans, samples.first, samples.total
         )
     else:
         left, right = widen_rows(grad).t(), widen_rows(x).t()
@@ -112,7 +112,7 @@ def bias_grad(grad: Tensor, samples: Samples) -> Partial:
     check_tensors(grad=grad)
     spans = spans_of(samples, grad)
     if dispatch.is_native(grad.dtype):
-        values = torch.ops.isobit.linear_bias_grad_roots(grad, spans, samples.first, samples.of)
+        values = torch.ops.isobit.linear_bias_grad_roots(grad, spans, samples.first, samples.total)
     else:
         first = _first_segment(samples)
         values = keeping_subnormals(sum_rows)(samples.segments, widen_rows(grad), first)
@@ -166,8 +166,8 @@ def _portable(cut: Cut, left: Tensor, right: Tensor) -> Tensor:
 
 
 def _first_segment(samples: Samples) -> int:
-    return samples.first // segment_size(samples.of)
+    return samples.first // segment_size(samples.total)
 
 
 def _sample_segments(samples: Samples) -> int:
-    return count_segments(samples.of, SAMPLE_UNIT, SAMPLE_CAP)
+    return count_segments(samples.total, SAMPLE_UNIT, SAMPLE_CAP)

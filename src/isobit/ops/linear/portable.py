@@ -46,4 +46,4 @@ def bias_grad(grad: Tensor, samples: Samples) -> Tensor:
 def only_root(roots: Tensor, dtype: torch.dtype, samples: Samples) -> Tensor:
     """Return the one root: rounded for a whole batch, fp32 for a share, zero where there is no sample."""
     total = roots[0] if len(roots) else roots.sum(0)
-    return round_once(total, gradient_dtype(dtype, len(samples.spans), samples.of))
+    return round_once(total, gradient_dtype(dtype, len(samples.spans), samples.total))

@@ -133,7 +133,7 @@ def sum_weight_grad(grad: Tensor, x: Tensor, samples: Samples, dtype: torch.dtyp
     check_addressable(dw)
     tile = tile_of("weight gradient", x.dtype, target_of(x)).fit(inputs, LEAF)
     tile = replace(tile, rows=min(tile.rows, at_least(outputs)))
-    size = segment_size(samples.of)
+    size = segment_size(samples.total)
     segments = len(samples.spans) // size
     levels, tiles = segments.bit_length() - 1, count_tiles(outputs, inputs, tile)
     at_once = max(SCRATCH // (max(levels, 1) * tile.rows * tile.columns), 1)
@@ -167,7 +167,7 @@ def sum_bias_grad(grad: Tensor, samples: Samples) -> Tensor:
     grid = (leaves.count, -(-columns // COLUMNS))
     given = grad.contiguous(), leaves.table, sums
     run(sum_leaf_rows, grid, *given, N=columns, BLOCK=COLUMNS, warps=WARPS)
-    return sum_leaves(sums, leaves, gradient_dtype(grad.dtype, len(samples.spans), samples.of))
+    return sum_leaves(sums, leaves, gradient_dtype(grad.dtype, len(samples.spans), samples.total))
 
 
 def fitted(x: Tensor, rows: int, constants: dict[str, int]) -> ProductTile:
@@ -228,7 +228,7 @@ def triton_input_grad(grad: Tensor, weight: Tensor) -> Tensor:
 @triton_operator("linear_weight_grad")
 def triton_weight_grad(grad: Tensor, x: Tensor, spans: Tensor | None, of: int = 0) -> Tensor:
     samples = whole_samples(grad, spans, of)
-    dtype = gradient_dtype(x.dtype, len(samples.spans), samples.of)
+    dtype = gradient_dtype(x.dtype, len(samples.spans), samples.total)
     return sum_weight_grad(grad, x, samples, dtype)
 
 

@@ -64,10 +64,10 @@ def divisor(value: float, like: Tensor) -> Tensor:
 def refuse_mean_of_share() -> None:
     """Raise inside a share: divided by its own count, the sum over shares would depend on how the batch is cut."""
     share = share_in_force()
-    if share is not None and share.size < share.of and torch.is_grad_enabled():
+    if share is not None and share.size < share.total and torch.is_grad_enabled():
         raise UnsupportedError(
             expected="the number of targets of the global batch, inside Gradients.micro_batch",
-            received=f"none: a mean over the {share.size} of {share.of} samples of this share",
+            received=f"none: a mean over the {share.size} of {share.total} samples of this share",
             remedy="pass the number of targets of all shares as num_items_in_batch= to the model, or as num_items= to "
             "the loss; run what is not trained under torch.no_grad()",
         )

@@ -85,11 +85,11 @@ def linear_logprob(
     )
     if support is not None:
         kept = kept_of(support, hidden, targets, len(weight))
-        given = (rows, weight, chosen, kept, float(temperature), spans, known.of)
+        given = (rows, weight, chosen, kept, float(temperature), spans, known.total)
         return LogprobOfSupport.apply(*given).reshape(targets.shape)  # type: ignore[no-any-return,no-untyped-call]
     sizes = (targets.numel(), *reversed(weight.shape))
     found, _ = launch(
-        "linear_logprob", sizes, rows, weight, chosen, float(temperature), spans, known.of
+        "linear_logprob", sizes, rows, weight, chosen, float(temperature), spans, known.total
     )
     return found.reshape(targets.shape)  # type: ignore[no-any-return]
 

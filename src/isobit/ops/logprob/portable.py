@@ -102,4 +102,6 @@ def shard_backward(
     by_token = sum_products(words, spread, widen_rows(weight).t())[0]
     by_word = sum_products(samples.segments, spread.t(), widen_rows(hidden).t())
     total = by_word[0] if len(by_word) else torch.zeros_like(weight, dtype=spread.dtype)
-    return by_token, round_once(total, gradient_dtype(weight.dtype, len(samples.spans), samples.of))
+    return by_token, round_once(
+        total, gradient_dtype(weight.dtype, len(samples.spans), samples.total)
+    )

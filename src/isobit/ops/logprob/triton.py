@@ -183,7 +183,7 @@ def triton_linear_logprob_backward(
         given = hidden[part], weight, targets[part], stats[part], grad[part]
         spread = spread_of(*given, 0, scale)
         dhidden[part] = multiply(spread, widen(weight), None, hidden.dtype, transposed=True)
-    dtype = gradient_dtype(weight.dtype, len(samples.spans), samples.of)
+    dtype = gradient_dtype(weight.dtype, len(samples.spans), samples.total)
     dweight = torch.empty(weight.shape, dtype=dtype, device=hidden.device)
     step = at_a_time(tokens)
     for at in range(0, words if want_weight else 0, step):

@@ -71,7 +71,7 @@ def describe(
         check_default(tokens, *parameters)
         return None, 0
     check_share(known, *parameters)
-    return spans_of(known, tokens), known.of
+    return spans_of(known, tokens), known.total
 
 
 def whole_samples(rows: Tensor, spans: Tensor | None, of: int = 0) -> Samples:

@@ -28,11 +28,11 @@ def rms_norm_backward(
     """Return (dx, dweight). Each token has `heads` rows; 0 means that a row is a token."""
     dx, terms = input_grad_and_terms(grad, x, weight, scales)
     total = (
-        merge_samples(sum_heads(terms, samples, heads), samples.of)
+        merge_samples(sum_heads(terms, samples, heads), samples.total)
         if heads
         else sum_samples(terms, samples)
     )
-    return dx, round_once(total, gradient_dtype(x.dtype, len(samples.spans), samples.of))
+    return dx, round_once(total, gradient_dtype(x.dtype, len(samples.spans), samples.total))
 
 
 def input_grad_and_terms(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from isobit.errors import ArgumentError, CutError
+from isobit.foundation.renaming import accepts_old, keeps_old_attribute
 from isobit.ops.share import Share
 from isobit.order.samples import segment_size
 from isobit.order.tree import Node
@@ -12,6 +13,7 @@ from isobit.order.tree import Node
 ORDERS = ("rank", "micro")
 
 
+@keeps_old_attribute("of", "total")
 @dataclass(frozen=True)
 class GlobalBatch:
     """The samples of one optimizer step, divided over ranks and micro-batches.
@@ -21,7 +23,7 @@ class GlobalBatch:
     divides the number of segments of that tree.
 
     Args:
-        of: The number of samples in the global batch.
+        total: The number of samples in the global batch.
         ranks: The number of data-parallel ranks.
         micro_batches: The number of micro-batches per rank and step.
         order: "rank": each rank has consecutive samples, divided over its micro-batches. "micro":
@@ -32,24 +34,24 @@ class GlobalBatch:
         CutError: The samples cannot be divided into so many shares.
 
     Example:
-        >>> batch = GlobalBatch(of=8, ranks=2, micro_batches=2)
+        >>> batch = GlobalBatch(total=8, ranks=2, micro_batches=2)
         >>> [list(batch.samples(rank, micro)) for rank in (0, 1) for micro in (0, 1)]
         [[0, 1], [2, 3], [4, 5], [6, 7]]
-        >>> list(GlobalBatch(of=8, ranks=2, micro_batches=2, order="micro").samples(0, 1))
+        >>> list(GlobalBatch(total=8, ranks=2, micro_batches=2, order="micro").samples(0, 1))
         [4, 5]
     """
 
-    of: int
+    total: int
     ranks: int = 1
     micro_batches: int = 1
     order: str = "rank"
 
     def __post_init__(self) -> None:
         """Check that every share is one subtree."""
-        if self.of < 1 or self.ranks < 1 or self.micro_batches < 1:
+        if self.total < 1 or self.ranks < 1 or self.micro_batches < 1:
             raise ArgumentError(
                 expected="one sample, rank and micro-batch or more",
-                received=f"{self.of} samples, {self.ranks} ranks, "
+                received=f"{self.total} samples, {self.ranks} ranks, "
                 f"{self.micro_batches} micro-batches",
                 remedy="pass numbers from one on",
             )
@@ -59,12 +61,12 @@ class GlobalBatch:
                 received=f"{self.order!r}",
                 remedy="pass 'rank', or 'micro' for fully_shard",
             )
-        segments = self.of // segment_size(self.of)
+        segments = self.total // segment_size(self.total)
         if segments % self.shares:
             possible = [1 << i for i in range(segments.bit_length())]
             raise CutError(
                 expected=f"ranks × micro-batches that divide {segments}, the number of segments of "
-                f"{self.of} samples",
+                f"{self.total} samples",
                 received=f"{self.ranks} ranks × {self.micro_batches} micro-batches = {self.shares}",
                 remedy=f"use one of {possible} shares, or another global batch",
             )
@@ -77,7 +79,7 @@ class GlobalBatch:
     @property
     def size(self) -> int:
         """The number of samples in one share."""
-        return self.of // self.shares
+        return self.total // self.shares
 
     def share(self, rank: int, micro_batch: int = 0) -> Share:
         """Return the share of a rank's micro-batch.
@@ -92,7 +94,7 @@ class GlobalBatch:
             if self.order == "rank"
             else micro_batch * self.ranks + rank
         )
-        return Share(at * self.size, self.of, self.size)
+        return Share(at * self.size, self.total, self.size)
 
     def samples(self, rank: int, micro_batch: int = 0) -> range:
         """Return the indices in the global batch of the samples of a rank's micro-batch."""
@@ -101,7 +103,7 @@ class GlobalBatch:
 
     def node(self, rank: int, micro_batch: int = 0) -> Node:
         """Return the subtree of the sample tree that a rank's micro-batch sums."""
-        segments = self.of // segment_size(self.of)
+        segments = self.total // segment_size(self.total)
         level = (segments // self.shares).bit_length() - 1
         return Node(level, self.share(rank, micro_batch).first // self.size)
 
@@ -112,3 +114,6 @@ class GlobalBatch:
                 received=f"{index}",
                 remedy=f"number each {what} from zero",
             )
+
+
+GlobalBatch.__init__ = accepts_old(of="total")(GlobalBatch.__init__)  # type: ignore[method-assign]

@@ -75,13 +75,13 @@ class Gradients:
         >>> def gradient(micro_batches):
         ...     torch.manual_seed(0)
         ...     model = isobit.nn.Linear(32, 32)
-        ...     batch = GlobalBatch(of=4, micro_batches=micro_batches)
+        ...     batch = GlobalBatch(total=4, micro_batches=micro_batches)
         ...     gradients = Gradients(model, batch)
         ...     for micro in range(micro_batches):
         ...         rows = x[batch.samples(0, micro)]
         ...         with gradients.micro_batch(micro) as share:
         ...             lengths = [5] * share.size
-        ...             samples = isobit.Samples.packed(lengths, first=share.first, of=share.of)
+        ...             samples = isobit.Samples.packed(lengths, first=share.first, total=share.total)
         ...             loss = model(rows.flatten(0, 1), samples=samples).square().sum() / 20
         ...             loss.backward()
         ...     return model.weight.grad

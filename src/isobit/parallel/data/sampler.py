@@ -32,7 +32,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
     Example:
         >>> from isobit.parallel import GlobalBatch, GlobalBatchSampler
-        >>> batch = GlobalBatch(of=4, ranks=2)
+        >>> batch = GlobalBatch(total=4, ranks=2)
         >>> list(GlobalBatchSampler(8, batch, rank=1, shuffle=False))
         [[2, 3], [6, 7]]
     """
@@ -49,12 +49,12 @@ class GlobalBatchSampler(Sampler[list[int]]):
     ) -> None:
         """Check that the samples fill whole global batches."""
         batch.share(rank)
-        if length < batch.of or (length % batch.of and not drop_last):
+        if length < batch.total or (length % batch.total and not drop_last):
             raise ArgumentError(
-                expected=f"samples for whole global batches of {batch.of}",
-                received=f"{length} samples, {length % batch.of} over",
+                expected=f"samples for whole global batches of {batch.total}",
+                received=f"{length} samples, {length % batch.total} over",
                 remedy="pass drop_last=True to leave out the rest"
-                if length >= batch.of
+                if length >= batch.total
                 else "use a smaller global batch",
             )
         self.length, self.batch, self.rank = length, batch, rank
@@ -64,7 +64,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
     @property
     def batches(self) -> int:
         """The number of global batches per epoch."""
-        return self.length // self.batch.of
+        return self.length // self.batch.total
 
     def __len__(self) -> int:
         """Return the number of micro-batches of this rank per epoch."""
@@ -80,7 +80,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
                 run = self.batch.samples(self.rank, micro_batch)
                 if micro_batch + 1 == self.batch.micro_batches:
                     self._done = at + 1
-                yield order[at * self.batch.of + run.start : at * self.batch.of + run.stop]
+                yield order[at * self.batch.total + run.start : at * self.batch.total + run.stop]
 
     def global_order(self) -> list[int]:
         """Return the dataset indices in the order of this epoch."""
@@ -125,7 +125,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
     def _identity(self) -> dict[str, Any]:
         return {
             "length": self.length,
-            "of": self.batch.of,
+            "of": self.batch.total,
             "seed": self.seed,
             "shuffle": self.shuffle,
         }

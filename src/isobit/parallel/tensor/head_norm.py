@@ -101,4 +101,4 @@ class HeadNorm(torch.autograd.Function):
 def merge_weight_grad(totals: Tensor, samples: Samples, tp_group: TensorParallelGroup) -> Tensor:
     """Sum this rank's totals [samples, n] over the heads of all ranks, then over samples to [n]."""
     tp_group.all_reduce(totals)
-    return partial.merge_samples(totals, samples.of)
+    return partial.merge_samples(totals, samples.total)

@@ -24,12 +24,12 @@ def samples_of(samples: Samples | Tensor | None, rows: Tensor) -> Samples:
 
 def weight_grad(grad: Tensor, x: Tensor, samples: Samples, share: Share | None) -> Tensor:
     """Return dW [N, K] of these samples; `share` is the one that was open in the forward."""
-    return as_partial(operator("weight", x)(grad, x, spans_of(samples, x), samples.of), share)
+    return as_partial(operator("weight", x)(grad, x, spans_of(samples, x), samples.total), share)
 
 
 def bias_grad(grad: Tensor, samples: Samples, share: Share | None) -> Tensor:
     """Return db [N] of these samples."""
-    return as_partial(operator("bias", grad)(grad, spans_of(samples, grad), samples.of), share)
+    return as_partial(operator("bias", grad)(grad, spans_of(samples, grad), samples.total), share)
 
 
 def operator(kind: str, given: Tensor) -> Callable[..., Tensor]:

@@ -63,7 +63,7 @@ def vocab_logprob(
     )
     spans = spans_of(known, hidden)
     found: Tensor = VocabLogprob.apply(
-        rows, weight, chosen, spans, temperature, cut, known.of, tp_group
+        rows, weight, chosen, spans, temperature, cut, known.total, tp_group
     )  # type: ignore[no-untyped-call]
     return found.reshape(targets.shape)
 

@@ -6,7 +6,7 @@ from isobit.foundation.records import Provenance
 from isobit.order.addition import step_digests, steps_of
 from isobit.report.markup import FOOTER_STYLE, as_footer, escape
 from isobit.report.svg import Canvas
-from isobit.reveal.certificate import Certificate, OrderClass
+from isobit.reveal.certificate import OrderClass, OrderComparison
 from isobit.reveal.report.picture import WIDTH, OrderPicture
 
 GAP, HEAD = 16, 62
@@ -39,7 +39,7 @@ COLUMNS = (
 
 
 def draw_certificate(
-    certificate: Certificate, title: str = "", origin: Provenance | None = None
+    certificate: OrderComparison, title: str = "", origin: Provenance | None = None
 ) -> str:
     """Draw every class of configurations in its own panel."""
     made = [set(step_digests(steps_of(c.tree.branch))) for c in certificate.classes]
@@ -76,7 +76,7 @@ def _cut(words: str, room: int) -> str:
     return words if len(words) <= room else words[: room - 1] + "…"
 
 
-def write_page(certificate: Certificate, title: str, origin: Provenance | None = None) -> str:
+def write_page(certificate: OrderComparison, title: str, origin: Provenance | None = None) -> str:
     """Return the page: picture, legend, and numbers."""
     verdict = (
         f"One order in {certificate.count} configurations: {certificate.claim}."

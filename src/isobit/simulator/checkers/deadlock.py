@@ -74,7 +74,7 @@ def deadlock(
     error = DeadlockError(
         expected="the awaited ranks to join every call",
         received="; ".join([*sentences, *lost.values()]),
-        remedy=f"look at {name_ranks(roots)} for a call too many or too few, another order or group of calls, or a "
+        remedy=f"check {name_ranks(roots)} for an extra or missing collective, a different call order or group, or a "
         "missing send",
         ranks=sorted(roots),
         stacks=stacks,

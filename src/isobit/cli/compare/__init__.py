@@ -1,0 +1,1 @@
+"""Commands that compare two things that should be equal."""

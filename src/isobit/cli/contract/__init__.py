@@ -1,0 +1,1 @@
+"""Commands about contracts that judge nothing new."""

@@ -1,0 +1,1 @@
+"""Commands that compare raw bits of a whole model or training run in every layout."""

@@ -1,1 +1,0 @@
-"""Options of the commands that load torch, in modules that do not, so that help is fast."""
