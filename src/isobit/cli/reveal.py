@@ -24,7 +24,7 @@ from isobit.ops.linear.targets import TARGETS, expected_order
 from isobit.order.addition import digest
 from isobit.reveal import certify, targets
 from isobit.reveal.certificate import Certificate
-from isobit.reveal.report.page import draw_certificate, write_page
+from isobit.reveal.report import draw_certificate, write_page
 from isobit.reveal.target import Progress as Told
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
