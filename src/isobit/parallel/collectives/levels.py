@@ -2,7 +2,7 @@
 
 [Note: levels]
 Ranks that are consecutive in the flat group form a subtree of [Note: the reduction tree over ranks]
-(recursive_halving.py) if their number is a power of two. So the sum inside each host, then across
+(transfers.py) if their number is a power of two. So the sum inside each host, then across
 the hosts of a rack, then across racks makes the additions of the flat tree. 16 ranks as a mesh of
 shape (rack 2, host 2, rank 4), seen from rank 6:
 

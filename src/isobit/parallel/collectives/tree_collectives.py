@@ -1,7 +1,7 @@
 """The public all-reduce, reduce-scatter and all-gather: rank r is leaf r of a balanced tree.
 
 The order of addition does not depend on the backend, the network, message sizes or which rank is
-ready first. It is described in [Note: the reduction tree over ranks] (recursive_halving.py).
+ready first. It is described in [Note: the reduction tree over ranks] (transfers.py).
 """
 
 from __future__ import annotations

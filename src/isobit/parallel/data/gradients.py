@@ -7,15 +7,15 @@ subtree of that tree (global_batch.py), so its gradient is the unrounded value o
 
 1. `Gradients.micro_batch(i)` opens share i. Operators that are called inside return fp32 partial
    gradients of that share and mark them (ops/share.py).
-2. Hooks take each parameter's gradient as autograd delivers it, check the mark (gradient_checks.py)
-   and push it into the parameter's binary counter (partial_gradients.py). The counter adds two
+2. Hooks take each parameter's gradient as autograd delivers it, check the mark (below)
+   and push it into the parameter's binary counter (reducer.py). The counter adds two
    partial gradients as soon as they are siblings in the tree, like a carry in binary addition.
 3. In the last micro-batch the counter's root is this rank's whole subtree. The roots of all ranks
    are all-reduced in buckets along [Note: the reduction tree over ranks], which is the upper part
    of the same sample tree.
 4. One rounding into `p.grad`.
 
-What differs per wrapper is who launches step 3: hooks (plain_reducer.py), DDP's communication hook
+What differs per wrapper is who launches step 3: hooks (reducer.py), DDP's communication hook
 (ddp.py), or FSDP2's reduce-scatter, which runs after every micro-batch (fsdp.py). The bits do not.
 """
 
