@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from isobit.errors import ReplayError
 from isobit.simulator import Flip, Straggle, Trace, World, draw_faults, replay
-from isobit.simulator.program.python_random import follows_header
+from isobit.simulator.program.process_state import follows_header
 
 
 def traffic(rank, rounds=3):
@@ -124,5 +124,5 @@ def test_the_callers_random_numbers_go_on_where_they_were():
 def test_pythons_state_by_both_ways(monkeypatch):
     assert follows_header()
     fast = World(3).run(draws, seed_all).values
-    monkeypatch.setattr("isobit.simulator.program.python_random.follows_header", lambda: False)
+    monkeypatch.setattr("isobit.simulator.program.process_state.follows_header", lambda: False)
     assert World(3).run(draws, seed_all).values == fast
