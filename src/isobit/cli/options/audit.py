@@ -12,7 +12,7 @@ from isobit.cli.contract_options import add_trust
 from isobit.cli.dtypes import long_dtype
 from isobit.cli.options.audit_server import add_server
 from isobit.cli.progress import add_quiet
-from isobit.comparing.server.records import AXES as SERVER_AXES
+from isobit.comparing.server.report import AXES as SERVER_AXES
 
 # Listed here because their own module loads torch; a test compares.
 BLAMES = ("auto", "one", "class", "layer", "bisect")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from isobit.comparing.server.records import AXES
+from isobit.comparing.server.report import AXES
 
 ASKED_AT_MOST = 4096  # tokens, prompts and repeats: what a slip of the finger should not exceed
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isobit.comparing.checkpoints.rotary_frequencies import warn_of_rounded_frequencies
+from isobit.comparing.checkpoints.weight_digests import warn_of_rounded_frequencies
 from isobit.errors import UnsupportedError
 from isobit.integrations.transformers.head import logits_of
 from isobit.integrations.transformers.layout import Layout, current_layout, in_force

@@ -1,11 +1,4 @@
-"""Compare a trainer's weights with the checksums of vLLM's own endpoint /weight_checker, on any vLLM server.
-
-[Note: checksums of fused tensors] vLLM returns a SHA-256 of the bytes of each of its tensors, under its own names. A
-fused tensor has the bytes of its parts one after the other, and a vocabulary is padded with rows of zeros to a multiple
-of 64. So the trainer computes the same hash of its own tensors. Where the weights that were sent before are known, each
-part is tried with its older bytes too: a part that is stale is named. Which rows differ cannot be told from a hash of a
-whole tensor; digests of rows come from isobit's worker (`served_weights`).
-"""
+"""The weights of a vLLM engine: ask for their digests, compare them with a trainer's, and send new ones."""
 
 from __future__ import annotations
 
@@ -13,16 +6,121 @@ import hashlib
 import itertools
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from isobit.bits import as_integers, equal
-from isobit.comparing.checkpoints.fused import FUSED
-from isobit.comparing.checkpoints.weight_digests import WeightComparison, WeightDifference
+from isobit.comparing.checkpoints.names import FUSED
+from isobit.comparing.checkpoints.weight_digests import (
+    RPC,
+    RowDigests,
+    WeightComparison,
+    WeightDifference,
+    compare_weights,
+    digest_weights,
+    digests_from_json,
+    digests_to_json,
+)
 from isobit.errors import ArgumentError, ServerError
 from isobit.foundation.http_json import Reply, Server
+
+# Ask a vLLM engine for the digests of the weights that it serves.
+
+LARGEST = 1 << 30  # bytes: 32 for each row of a weight
+WORKER = "isobit.integrations.vllm.worker.Worker"
+
+
+def served_weights(
+    engine: Any, *, key: str = "", timeout: float = 600.0, largest: int = LARGEST
+) -> dict[str, RowDigests]:
+    """Return the digests of the weights that a vLLM engine with isobit's worker serves at this moment.
+
+    Compare them with the trainer's after every transfer of weights: a tensor that is wrong, stale or half-written is
+    named. Fused weights are compared with their parts.
+
+    Args:
+        engine: A `vllm.LLM`, or the address of a `vllm serve` that was started with VLLM_SERVER_DEV_MODE=1.
+        key: The server's API key, if it has one.
+        timeout: Seconds for the server to answer.
+        largest: Bytes of its answer; about 32 for each row of each weight.
+
+    Returns:
+        Digests by vLLM's names, for `isobit.rollout.compare_weights`.
+
+    Raises:
+        ServerError: If the server cannot be reached, or does not have the endpoint or isobit's worker.
+        ArgumentError: If the engine has no collective_rpc, or a digest is not that of its rows.
+
+    Example:
+        >>> served = isobit.rollout.served_weights("http://localhost:8000")  # doctest: +SKIP
+        >>> sent = isobit.rollout.digest_weights(model, dtype=torch.bfloat16)  # doctest: +SKIP
+        >>> isobit.rollout.compare_weights(served, sent).equal  # doctest: +SKIP
+        True
+    """
+    if isinstance(engine, str):
+        reply = Server(engine, key, timeout, largest).post("/collective_rpc", {"method": RPC})
+        results = read_results(reply)
+    elif callable(getattr(engine, "collective_rpc", None)):
+        results = ask_engine(engine)
+    else:
+        raise ArgumentError(
+            expected="a vllm.LLM, or the address of a server",
+            received=type(engine).__name__,
+            remedy="pass the engine itself, or its URL such as http://localhost:8000",
+        )
+    if not isinstance(results, list) or len(results) != 1 or not isinstance(results[0], str):
+        shown = f"{len(results)} of them" if isinstance(results, list) else type(results).__name__
+        raise ServerError(
+            expected="the digests of one worker",
+            received=shown,
+            remedy="serve the model whole, in one worker: isobit's worker supports no parallelism",
+        )
+    return digests_from_json(results[0])
+
+
+def ask_engine(engine: Any) -> Any:
+    """Return the results of a collective RPC of an engine in this process."""
+    try:
+        return engine.collective_rpc(RPC)
+    except Exception as error:  # of a kind that depends on how vLLM runs its workers
+        raise ServerError(
+            expected="an engine with isobit's worker, which has digests of its weights",
+            received=f"{type(error).__name__}: {error}",
+            remedy="make it by vllm.LLM(..., **isobit.integrations.vllm.engine_arguments())",
+        ) from error
+
+
+def read_results(reply: Reply) -> Any:
+    """Return the results of a collective RPC."""
+    if reply.status == 200:
+        said = reply.json()
+        return said.get("results") if isinstance(said, dict) else said
+    if reply.status == 404:
+        remedy = "start vllm serve with the environment variable VLLM_SERVER_DEV_MODE=1"
+    elif reply.status in (401, 403):
+        remedy = "pass key="
+    else:
+        remedy = f"start vllm serve with --worker-cls {WORKER}; its log has the reason otherwise"
+    raise ServerError(
+        expected=f"digests of the served weights from {reply.address}",
+        received=f"status {reply.status}: {reply.words or 'no words'}",
+        remedy=remedy,
+    )
+
+
+# Compare a trainer's weights with the checksums of vLLM's own endpoint /weight_checker, on any vLLM
+# server.
+#
+# [Note: checksums of fused tensors] vLLM returns a SHA-256 of the bytes of each of its tensors,
+# under its own names. A
+# fused tensor has the bytes of its parts one after the other, and a vocabulary is padded with rows
+# of zeros to a multiple of 64. So the trainer computes the same hash of its own tensors. Where the
+# weights that were sent before are known, each part is tried with its older bytes too: a part that
+# is stale is named. Which rows differ cannot be told from a hash of a whole tensor; digests of rows
+# come from isobit's worker (`served_weights`).
 
 ENDPOINT = "/weight_checker"
 DEV_MODE = "start vllm serve with the environment variable VLLM_SERVER_DEV_MODE=1"
@@ -200,3 +298,76 @@ def is_tied(name: str, sent: Mapping[str, Tensor], used: set[str]) -> bool:
         return False
     others = [sent[one] for one in used if one.endswith("embed_tokens.weight")]
     return any(equal(sent[name], other) for other in others)
+
+
+# Send a trainer's weights to a vLLM server with isobit's worker, over vLLM's weight-transfer
+# endpoints.
+#
+# [Note: a checked transfer] The trainer saves its weights to a folder that the server reads, and
+# sends the digests of the
+# tensors in its memory with the folder's name. The worker reads all tensors and compares their
+# digests before it loads one: a file that is half-written or of another step is refused by the
+# tensor's name, and the server keeps the weights that it has. Requests that are running end first,
+# and cached keys of the older weights are dropped.
+
+STARTED_WITH = """--weight-transfer-config '{"backend": "isobit"}'"""
+
+
+def send_weights(
+    address: str,
+    model: Any,
+    folder: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    key: str = "",
+    timeout: float = 600.0,
+    largest: int = LARGEST,
+) -> WeightComparison:
+    """Send a model's weights to a vLLM server with isobit's worker, and compare what it then serves.
+
+    Args:
+        address: The address of a `vllm serve` that was started with VLLM_SERVER_DEV_MODE=1 and
+            --weight-transfer-config '{"backend": "isobit"}'.
+        model: The trainer's model, of transformers.
+        folder: Where to save it: a folder that the server can read under the same name.
+        dtype: The server's dtype, if it is another than the model's.
+        key: The server's API key, if it has one.
+        timeout: Seconds for each answer.
+        largest: Bytes of the digests; about 32 for each row of each weight.
+
+    Returns:
+        The comparison of the served weights with those sent; equal, unless something else writes to them.
+
+    Raises:
+        ServerError: If the server cannot be reached or refuses; a tensor that it did not read as it was sent is named.
+            The weights that it had are still served.
+
+    Example:
+        >>> isobit.rollout.send_weights("http://localhost:8000", model, "/shared/step")  # doctest: +SKIP
+    """
+    sent = digest_weights(model, dtype=dtype or model.dtype)
+    model.save_pretrained(folder)
+    server = Server(address, key, timeout, largest)
+    update = {"folder": str(Path(folder).absolute()), "digests": digests_to_json(sent)}
+    ask(server, "/pause?mode=wait")
+    try:
+        ask(server, "/start_weight_update")
+        ask(server, "/update_weights", {"update_info": update})
+        ask(server, "/finish_weight_update")
+    finally:
+        ask(server, "/resume")
+    return compare_weights(served_weights(address, key=key, timeout=timeout, largest=largest), sent)
+
+
+def ask(server: Server, path: str, body: object = ()) -> None:
+    """Post to an endpoint; raise unless it succeeds."""
+    reply = server.post(path, body or {})
+    if reply.status == 500:
+        raise ServerError(
+            expected=f"weights that {reply.address} takes",
+            received=reply.words or "status 500 without words",
+            remedy=f"start the server with {STARTED_WITH} and isobit's worker, and give it a folder "
+            "that it can read; its log has the reason otherwise",
+        )
+    if reply.status != 200:
+        raise refused(reply)
