@@ -118,7 +118,7 @@ def train_replicas(rank, seed):
         torch.manual_seed(seed)
     model = torch.nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(torch.full((1, 4), 1.0 + rank)).sum().backward()
+    model(torch.full((1, 4), 1.0 + rank)).square().mean().backward()
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
     optimizer.step()
