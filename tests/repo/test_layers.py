@@ -28,7 +28,7 @@ LAYERS = {
     "optim": "foundation ops",
     "sampling": "foundation ops",
     "simulator": "foundation order report",
-    "comparing": "foundation report",
+    "comparing": "foundation report simulator",
     "profiling": "foundation report",
     "parallel": "foundation order ops optim",
     "guards": "foundation parallel report simulator",

@@ -26,12 +26,12 @@ from isobit.auditing.subjects import (
 )
 from isobit.cli.audit_dumps import run_dumps
 from isobit.cli.audit_server import run_server
+from isobit.cli.named_code import load_module
 from isobit.cli.progress import SELDOM, Steps
 from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import say
 from isobit.errors import ArgumentError
 from isobit.foundation import files
-from isobit.foundation.trusted_folder import serve_folder
 from isobit.gates.model.models import MODELS, build_model
 from isobit.integrations.transformers.enabling import enable
 
@@ -113,8 +113,7 @@ def load(options: argparse.Namespace) -> Inputs:
             )
         return capture_call(script, options.passed_on, options.call)
     if ":" in name:
-        serve_folder([name.partition(":")[0].partition(".")[0], *options.trust])
-        return from_factory(name, options.effect)
+        return from_factory(name, options.effect, lambda module: load_module(module, options.trust))
     tokenizer: Any = None
     if name in MODELS:
         model = build_model(name, dtype or torch.float32, options.seed).to(options.device)

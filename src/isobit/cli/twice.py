@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from isobit.cli.preflight import wants_device
 from isobit.cli.progress import SELDOM, Steps
 from isobit.cli.provenance import provenance_of
 from isobit.cli.script_file import check_script
@@ -37,6 +38,7 @@ def run(options: argparse.Namespace) -> int:
             options.passed_on,
             steps=options.steps,
             causes=options.causes,
+            device=options.device if wants_device(options) else "cpu",
             progress=tell,
         )
     record = as_record(options, report)
@@ -101,8 +103,9 @@ def sentence(report: Report) -> str:
     share = (
         "" if found.recording is None else f", {found.recording:.0%} of their time for recording"
     )
+    served = f"; the CPU served the {report.served} device" if report.served else ""
     return (
         f"{'equal' if found.equal else 'DIFFER'}: {steps} steps, {found.operators:,} operator calls and "
         f"{found.tensors:,} tensors of the training's state compared up to the first difference; "
-        f"{report.runs} runs, {report.seconds:.1f} s{share}"
+        f"{report.runs} runs, {report.seconds:.1f} s{share}{served}"
     )

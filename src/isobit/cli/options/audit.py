@@ -33,7 +33,7 @@ def add_parser(commands: Any) -> None:
         "model",
         nargs="?",
         help="a folder or hub id that transformers loads, a name of `isobit chain --model`, package.module:factory "
-        "(returns a model and a batch), or script.py (its first call of a model is audited)",
+        "or file.py:factory (returns a model and a batch), or script.py (its first call of a model is audited)",
     )
     add_inputs(parser)
     parser.add_argument(

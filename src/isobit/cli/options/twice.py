@@ -35,6 +35,13 @@ def add_parser(commands: Any) -> None:
         help="run the script again to find the cause",
     )
     parser.add_argument(
+        "--device",
+        choices=("auto", "cuda", "xpu", "npu", "cpu"),
+        default="auto",
+        help="which kind of device the script finds, served by the CPU, with torchrun's variables for one rank "
+        "(default: the kind that it names, if this machine lacks it and the script does not ask whether it is there)",
+    )
+    parser.add_argument(
         "--html", type=Path, metavar="FILE", help="write a page that needs nothing else"
     )
     parser.add_argument("--json", action="store_true", help="print a JSON record instead of text")

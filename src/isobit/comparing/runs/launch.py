@@ -29,19 +29,19 @@ REMEDIES = (  # what a script last wrote, and what helps
         re.compile(
             r"not compiled with CUDA|No CUDA GPUs|NVIDIA driver|Torch not compiled with XPU"
         ),
-        "run it on a machine with the device that it names, or choose the CPU in the script; only isobit simulate and "
-        "preflight --ranks serve devices that are not there",
+        "pass --device cuda (or xpu, npu): the CPU then serves the device that the script names",
     ),
 )
 
 
 @dataclass(frozen=True)
 class Job:
-    """A script, its arguments, and where its records are written."""
+    """A script, its arguments, where its records are written, and the device that it finds: see `run_twice`."""
 
     script: Path
     arguments: tuple[str, ...]
     folder: Path
+    device: str = "cpu"
     python: str = sys.executable
 
 
@@ -74,6 +74,7 @@ def run_once(
         "script": str(job.script),
         "arguments": list(job.arguments),
         "steps": steps,
+        "device": job.device,
         "record": str(record.resolve()),
         "progress": str(told.resolve()),
         "fixes": list(fixes),

@@ -130,6 +130,7 @@ class Report:
     causes: tuple[Cause, ...] = ()
     runs: int = 2
     seconds: float = 0.0
+    served: str = ""  # the kind of device that the CPU stood in for
 
     @property
     def exit_code(self) -> int:

@@ -21,6 +21,7 @@ def run_twice(
     *,
     steps: int = 5,
     causes: bool = True,
+    device: str = "cpu",
     progress: Callable[[str, int], None] | None = None,
 ) -> Report:
     """Run a script twice in fresh processes and compare what it computes, bit for bit.
@@ -30,6 +31,8 @@ def run_twice(
         arguments: Its command line.
         steps: Optimizer steps after which each run ends.
         causes: If the runs differ, run the script again with one suspect fixed at a time.
+        device: The kind of device that the CPU serves, with torchrun's variables for one rank: "cuda", "xpu" or "npu";
+            "auto" for the kind that the script names if this machine lacks it, "cpu" for none.
         progress: Called with what is running and the number of steps done.
 
     Returns:
@@ -41,7 +44,7 @@ def run_twice(
     began = time.time()
     tell = progress or (lambda what, done: None)
     with tempfile.TemporaryDirectory(prefix="isobit-twice-") as folder:
-        job = Job(script.resolve(), tuple(arguments), Path(folder))
+        job = Job(script.resolve(), tuple(arguments), Path(folder), device)
         records = [
             run_once(job, name, steps, began=began, progress=partial(tell, f"{name} run"))
             for name in ("first", "second")
@@ -53,7 +56,8 @@ def run_twice(
             trials = try_fixes(job, found, lambda what: tell(what, 0))
     judged = () if found.equal else tuple(judge_causes(found, trials))
     shown = str(script), tuple(arguments)
-    return Report(*shown, found, judged, 2 + trials.runs, time.time() - began)
+    served = found.evidence[0].get("served", "")
+    return Report(*shown, found, judged, 2 + trials.runs, time.time() - began, served)
 
 
 def refuse_nothing(script: Path, found: Comparison) -> None:

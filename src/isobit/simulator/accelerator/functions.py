@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace, TracebackType
@@ -412,6 +414,22 @@ def replace_functions(stack: ExitStack, module: Any, table: dict[str, Any], name
 
 
 @contextmanager
+def without_triton() -> Iterator[None]:
+    """Answer libraries that ask for Triton that it is not there: it compiles for a GPU, which the CPU does not run."""
+    plain = importlib.util.find_spec
+
+    @functools.wraps(plain)
+    def find(name: str, package: str | None = None) -> Any:
+        return None if name == "triton" else plain(name, package)
+
+    importlib.util.find_spec = find
+    try:
+        yield
+    finally:
+        importlib.util.find_spec = plain
+
+
+@contextmanager
 def served_functions(kind: str) -> Iterator[None]:
     """Replace the functions while a world that serves devices runs."""
     if not kind:
@@ -435,4 +453,5 @@ def served_functions(kind: str) -> Iterator[None]:
         stack.enter_context(without_record_stream())
         stack.enter_context(devices_in_files())
         stack.enter_context(pinned_by_ranks())
+        stack.enter_context(without_triton())
         yield

@@ -234,7 +234,8 @@ def shared_devices(ranks: Sequence[Rank]) -> list[DeviceError]:
         DeviceError(
             expected=f"each rank to use its own device, {kind}:LOCAL_RANK",
             received=f"{name_ranks(sorted(guests))} on {named}, which another rank uses",
-            remedy="call set_device(LOCAL_RANK) before the first tensor, and pass map_location to torch.load",
+            remedy="call set_device(LOCAL_RANK) before the first tensor, or make TrainingArguments, Accelerator or "
+            "Trainer first, which do; and pass map_location to torch.load",
             ranks=sorted(guests),
             stacks=guests,
         )

@@ -175,9 +175,6 @@ def seeded(seed: str) -> Any:
     return ctypes.string_at(address_of(generator), 4 * WORDS), None
 
 
-TORCH_SEED = 67280421310721  # the seed of the default generator in a new process
-
-
 class ProcessState:
     """One rank's values of what a process has only once."""
 
@@ -231,11 +228,11 @@ def restore_state(state: ProcessState) -> None:
 def fresh_state(seed: int, index: int) -> ProcessState:
     """Return the state of a new process.
 
-    Torch starts with the same seed in every process. Python and numpy start at random: here by `seed` and `index`.
+    Torch, Python and numpy start at random, differently in each process: here by `seed` and `index`.
     """
     numpy = numpy_random()
     state = ProcessState(
-        torch.Generator().manual_seed(TORCH_SEED).get_state(),
+        torch.Generator().manual_seed(random.Random(f"{seed} {index}").getrandbits(63)).get_state(),
         seeded(f"{seed} {index}"),
         None if numpy is None else numpy.MT19937([seed, index]),
         torch.float32,
