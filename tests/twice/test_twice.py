@@ -6,7 +6,7 @@ import os
 import pytest
 
 from isobit.cli import main
-from isobit.comparing.runs.records import OPERATOR, SCALAR
+from isobit.comparing.runs.report import OPERATOR, SCALAR
 from isobit.comparing.runs.run import run_twice
 from isobit.errors import ArgumentError
 from tests.sweeps import mostly_full

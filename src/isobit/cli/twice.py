@@ -15,8 +15,7 @@ from isobit.cli.progress import SELDOM, Steps
 from isobit.cli.provenance import provenance_of
 from isobit.cli.script_file import check_script
 from isobit.cli.terminal import make_console, say_json
-from isobit.comparing.runs.page import write_twice_page
-from isobit.comparing.runs.records import Cause, Report
+from isobit.comparing.runs.report import Cause, Report, write_twice_page
 from isobit.comparing.runs.run import run_twice
 from isobit.foundation import files
 from isobit.foundation.plain_text import one_line

@@ -21,10 +21,8 @@ def main() -> int:
         del sys.path[0]
     orders = json.loads(sys.argv[1])
     script = orders["script"]
-    from isobit.comparing.runs.evidence import FilesRead
-    from isobit.comparing.runs.fixes import apply
-    from isobit.comparing.runs.fixes_by_name import THREADS
-    from isobit.comparing.runs.observer import Observer, StepsDone
+    from isobit.comparing.runs.fixes import THREADS, apply
+    from isobit.comparing.runs.observer import FilesRead, Observer, StepsDone
     from isobit.comparing.runs.places import Places
 
     files = FilesRead(orders["began"], time.time())
