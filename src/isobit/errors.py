@@ -74,7 +74,18 @@ def called_function(traceback: TracebackType | None) -> str:
         if not str(frame.f_globals.get("__name__", "")).startswith("isobit."):
             break
         found = public_name(frame) or found
+    owner, _, name = found.rpartition(".")
+    if name.startswith(
+        "_"
+    ):  # a library calls this method back: name the method that the user called
+        calls = (f.f_code.co_name for f in frames if is_method_of(f, owner.rpartition(".")[2]))
+        found = next((f"{owner}.{called}" for called in calls if called[0] != "_"), owner)
     return found
+
+
+def is_method_of(frame: FrameType, name: str) -> bool:
+    """Return whether a frame is of a method, own or inherited, of an object whose class has this name."""
+    return type(frame.f_locals.get("self")).__name__ == name
 
 
 def public_name(frame: FrameType) -> str:

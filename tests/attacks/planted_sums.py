@@ -6,8 +6,8 @@ from zlib import crc32
 
 from isobit.order.evaluate import add_fp32 as add
 from isobit.order.exact_sum import round_fp32
-from isobit.reveal.self_check import add_compensated
-from isobit.reveal.self_check import add_corrected as sum2
+from isobit.reveal.certificate import add_compensated
+from isobit.reveal.certificate import add_corrected as sum2
 from tests.attacks.plain_sums import fold, fold_fp64, in_pairs
 
 

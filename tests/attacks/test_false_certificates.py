@@ -14,8 +14,8 @@ import isobit
 from isobit import RevealError
 from isobit.order.addition import steps_of
 from isobit.reveal import targets
-from isobit.reveal.predict import replay
-from isobit.reveal.self_check import PlainSum
+from isobit.reveal.certificate import PlainSum
+from isobit.reveal.replays import replay
 from isobit.reveal.targets.tensor_target import TensorTarget
 from isobit.reveal.tree import reveal
 from tests.attacks.plain_sums import RIGHT, fold, in_pairs, stripes

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from isobit.cli import main
 from isobit.comparing.checkpoints.compare import compare_checkpoints
-from isobit.comparing.checkpoints.distributed import is_inside
+from isobit.comparing.checkpoints.readers import is_inside
 from isobit.errors import ArgumentError
 
 READABLE = (ArgumentError, OSError)

@@ -16,7 +16,7 @@ import isobit
 from isobit import Samples, bits
 from isobit.parallel import GlobalBatch, Gradients, LossMeter, RowParallelLinear
 from isobit.parallel.tensor.tensor_parallel_group import TensorParallelGroup
-from isobit.parallel.tensor.vocab_logprob import vocab_cross_entropy
+from isobit.parallel.tensor.vocab import vocab_cross_entropy
 from isobit.simulator import World
 
 OF, IN, OUT = 4, 37, 23  # odd: tails of vectors differ from the rest

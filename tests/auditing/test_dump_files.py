@@ -9,9 +9,9 @@ import torch
 
 from isobit.cli.compare.dumps import run as run_dumps
 from isobit.comparing.dumps import compare_dumps
-from isobit.comparing.dumps.debug_text import read_debug_text
+from isobit.comparing.dumps.compare import compare_values
+from isobit.comparing.dumps.debug_log import read_debug_text
 from isobit.comparing.dumps.load import read_tags
-from isobit.comparing.dumps.values import compare_values
 from isobit.errors import ArgumentError
 from isobit.foundation.files import write_text
 

@@ -11,10 +11,9 @@ from isobit import bits
 from isobit.cli.compare.dumps import SHOWN
 from isobit.cli.compare.dumps import run as run_dumps
 from isobit.comparing.dumps import compare_dumps, save_debug_log
-from isobit.comparing.dumps.align import align
-from isobit.comparing.dumps.debug_text import read_debug_text
+from isobit.comparing.dumps.align import align, matching
+from isobit.comparing.dumps.debug_log import read_debug_text
 from isobit.comparing.dumps.records import Entry
-from isobit.comparing.dumps.sequences import matching
 from isobit.errors import ArgumentError
 from tests.auditing.dumped_runs import make, plant, watch, write_log
 

@@ -7,10 +7,8 @@ import time
 import pytest
 
 from isobit.cli.compare.server import run as run_server
-from isobit.comparing.server.completions import Completions
-from isobit.comparing.server.page import write_server_page
-from isobit.comparing.server.prompts import random_prompts, read_prompts
-from isobit.comparing.server.records import AXES, ServerAudit, Variant
+from isobit.comparing.server.completions import Completions, random_prompts, read_prompts
+from isobit.comparing.server.report import AXES, ServerAudit, Variant, write_server_page
 from isobit.comparing.server.running import audit_server
 from isobit.errors import ArgumentError, ServerError
 from isobit.foundation.http_json import Server, read_key

@@ -11,9 +11,8 @@ import pytest
 from isobit.cli.main import main
 from isobit.errors import ArgumentError
 from isobit.simulator.autopsy.closed_pickle import read_pickle
-from isobit.simulator.autopsy.collect import LARGEST
 from isobit.simulator.autopsy.dumps import read_dump
-from isobit.simulator.autopsy.examine import examine
+from isobit.simulator.autopsy.examine import LARGEST, examine
 from tests.autopsy.written_dumps import PAIR, call, write
 
 

@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from isobit import ArgumentError
-from isobit.comparing.checkpoints.row_digests import digest_rows, join_digests, parts_of
 from isobit.comparing.checkpoints.weight_digests import (
     compare_weights,
+    digest_rows,
     digest_weights,
     digests_from_json,
     digests_to_json,
+    join_digests,
+    parts_of,
 )
 
 HIDDEN, SIZES = 48, {"q_proj": 32, "k_proj": 16, "v_proj": 16, "gate_proj": 40, "up_proj": 40}

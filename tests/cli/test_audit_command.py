@@ -39,7 +39,7 @@ def test_the_options_name_every_way_of_blaming():
 def test_exit_codes(folder, capsys):
     axis = ["--vary", "batch", "-q"]
     assert main(["audit", "subjects_of_audit:ours", *axis]) == 0
-    assert main(["audit", "subjects_of_audit:mixing", *axis]) == 1
+    assert main(["audit", "subjects_of_audit.py:mixing", *axis]) == 1
     assert "native_batch_norm" in capsys.readouterr().out
     assert main(["audit", "subjects_of_audit:ours", "--vary", "decode", "-q"]) == 2
 
@@ -49,6 +49,8 @@ def test_exit_codes(folder, capsys):
     [
         (["nothing.py"], "no such file"),
         (["subjects_of_audit:absent"], "package.module:factory"),
+        (["subjects_of_audit.py:absent"], "file.py:factory"),
+        (["nothing.py:ours"], "no such file: nothing.py"),
         (["subjects_of_audit:wrong"], "to return (model, batch)"),
         (["no/such/folder"], "a folder or hub id"),
     ],

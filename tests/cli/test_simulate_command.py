@@ -11,8 +11,8 @@ from isobit.cli.main import main
 from isobit.cli.simulate import FAULTS, FINDINGS, WATCHES
 from isobit.errors import SimulationError
 from isobit.simulator import sweep
-from isobit.simulator.checkers.training_findings import WORDS
 from isobit.simulator.faults import KINDS
+from isobit.simulator.findings import WORDS
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "bugs" / "logging_deadlock.py"
 START = "import sys, torch, torch.distributed as dist\ndist.init_process_group('gloo')\nrank = dist.get_rank()\n"

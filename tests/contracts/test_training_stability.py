@@ -10,7 +10,8 @@ from isobit.contracts.judge.verify import verify_contract
 from isobit.contracts.language.load import load_contract
 from isobit.contracts.options import Options
 from isobit.contracts.store.tree import library
-from isobit.guards.run_log import rules, schedule
+from isobit.guards.run_log import rules
+from isobit.guards.run_log import rules as schedule
 
 CONTRACT = load_contract(library() / "training_stability" / "contract.yaml")
 IDS = {

@@ -23,7 +23,7 @@ from isobit.gates.training.rank_layouts import RankLayout
 from isobit.gates.training.workload import WORKLOADS
 from isobit.order.tree import Counter
 from isobit.parallel import checkpoint
-from isobit.parallel.data import partial_gradients
+from isobit.parallel.data import reducer
 
 LAYOUTS = ("1x1x1", "2x2x1", "fsdp2:2x1x1")
 SVG = "{http://www.w3.org/2000/svg}"
@@ -158,7 +158,7 @@ def test_a_wrong_merge_is_broken(first, folder, trained, monkeypatch, capsys):
             super().push(node, value.bfloat16().float())
 
     (folder / "alone").write_text((folder / "kept").read_text().splitlines(keepends=True)[0])
-    monkeypatch.setattr(partial_gradients, "Counter", Rounded)
+    monkeypatch.setattr(reducer, "Counter", Rounded)
     assert curve("--layouts", "1x1x1", "1x2x1", "--keep", folder / "alone") == 1
     assert [job.layout for job in trained] == [RankLayout(1, 2, 1)]
     assert capsys.readouterr().out.rstrip().endswith("BROKEN")

@@ -23,7 +23,7 @@ from isobit.ops.gpu import targets
 from isobit.ops.linear import partial
 from isobit.order.cut import Cut
 from isobit.parallel import GlobalBatch, Gradients
-from isobit.parallel.collectives import all_to_all, elementwise_add
+from isobit.parallel.collectives import elementwise_add, transfers
 from isobit.parallel.collectives.communicator import Communicator
 from isobit.parallel.collectives.levels import device_of_messages
 from isobit.parallel.same_environment import facts_of
@@ -86,7 +86,7 @@ def reduce_on(device, rows, exchange):
                 Communicator.uses_send_recv(SimpleNamespace(_uses_send_recv={}, group=group), flat)
                 is False
             )
-            transfer = all_to_all.AllToAllReduce(comm, flat, None)
+            transfer = transfers.AllToAllReduce(comm, flat, None)
             transfer.start()
             transfer.finish()
             found[index] = flat.cpu()
@@ -118,7 +118,7 @@ def wide(*shape):
 def test_an_all_reduce_adds_along_the_tree(monkeypatch, ranks):
     rows = wide(ranks, 1003)
     exchange = Exchange(ranks)
-    monkeypatch.setattr(all_to_all, "dist", exchange)
+    monkeypatch.setattr(transfers, "dist", exchange)
     with on_card():
         found = reduce_on("cuda", rows, exchange)
         assert operators["aten::add"] == ranks * (ranks - 1)
@@ -130,12 +130,12 @@ def test_an_all_reduce_adds_along_the_tree(monkeypatch, ranks):
 def test_an_exchange_in_another_order_is_seen(monkeypatch):
     rows = wide(4, 1003)
     exchange = Exchange(4)
-    monkeypatch.setattr(all_to_all, "dist", exchange)
+    monkeypatch.setattr(transfers, "dist", exchange)
 
     def chain(given, total):
         total.copy_(((given[0] + given[1]) + given[2]) + given[3])
 
-    monkeypatch.setattr(all_to_all, "add_rows", chain)
+    monkeypatch.setattr(transfers, "add_rows", chain)
     with on_card():
         found = reduce_on("cuda", rows, exchange)
     assert not any(bits.equal(one, balanced(list(rows))) for one in found)

@@ -14,7 +14,7 @@ import pytest
 from isobit import ArgumentError
 from isobit.guards import Drift
 from isobit.guards.live.drift import median_and_deviation
-from isobit.guards.run_log.alarms import alarms_of
+from isobit.guards.run_log.rules import alarms_of
 from tests.guards.drift_curves import (
     ANOMALIES,
     AT,

@@ -20,7 +20,7 @@ from isobit.cli.main import main
 from isobit.cli.runlog import with_causes
 from isobit.guards import Emitter, sinks
 from isobit.guards.run_log.curves import exponential_mean
-from isobit.guards.run_log.picture import lines_of
+from isobit.guards.run_log.page import lines_of
 from isobit.guards.run_log.readers import read_log
 from isobit.guards.run_log.rules import RULES, Limits, judge_log
 

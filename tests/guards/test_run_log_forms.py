@@ -15,9 +15,8 @@ import pytest
 
 from isobit import ArgumentError
 from isobit.cli.main import main
-from isobit.guards.run_log.readers import read_log
+from isobit.guards.run_log.readers import masked_crc, read_log
 from isobit.guards.run_log.rules import judge_log
-from isobit.guards.run_log.tensorboard_events import masked_crc
 from tests.guards.test_run_log import healthy, write_csv, write_jsonl
 
 TAGS = {

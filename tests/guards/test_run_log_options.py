@@ -15,7 +15,7 @@ import pytest
 
 from isobit.cli.main import main
 from isobit.guards import Emitter, sinks
-from isobit.guards.run_log.picture import round_ticks
+from isobit.guards.run_log.page import round_ticks
 from isobit.guards.run_log.readers import read_log
 from isobit.guards.run_log.rules import judge_log
 from tests.guards.test_run_log import healthy, rise, write_csv, write_events, write_jsonl

@@ -13,9 +13,7 @@ import pytest
 
 from isobit.cli.main import main
 from isobit.guards.run_log.curves import Rows
-from isobit.guards.run_log.findings import Limits, NotJudged
-from isobit.guards.run_log.rules import judge_log
-from isobit.guards.run_log.schedule import Schedule, schedule_in
+from isobit.guards.run_log.rules import Limits, NotJudged, Schedule, judge_log, schedule_in
 from tests.guards.test_run_log import healthy, write_jsonl
 from tests.guards.test_run_log_forms import write_database
 

@@ -17,9 +17,8 @@ from torch import nn
 from isobit import GuardError, bits
 from isobit.guards import Intervals, sinks, watch
 from isobit.guards.live.block_course import BlockCourse, blocks_of
-from isobit.guards.run_log.findings import Limits
 from isobit.guards.run_log.readers import read_log
-from isobit.guards.run_log.rules import judge_log
+from isobit.guards.run_log.rules import Limits, judge_log
 from tests.guards.curve_shapes import AT, DIVERGING, HEALTHY, counts
 from tests.guards.watch_groups import grouped
 

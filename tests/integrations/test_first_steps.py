@@ -76,6 +76,21 @@ def test_wrappers_are_named_as_such():
         isobit.enable(torch.compile(model))
 
 
+class Holder(nn.Module):
+    """A module with a model in it, as a LightningModule is."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.policy = model
+
+
+def test_a_module_that_has_a_model_is_told_where_it_is():
+    holder = Holder(build_model("qwen3-tiny", torch.float32))
+    with pytest.raises(UnsupportedError, match=r"remedy: pass .* isobit\.enable\(module\.policy\)"):
+        isobit.enable(holder)
+    isobit.enable(holder.policy)
+
+
 class Own(nn.Module):
     def __init__(self, layer):
         super().__init__()

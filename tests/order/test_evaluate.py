@@ -19,7 +19,7 @@ from isobit.order.evaluate import (
     feature_segments,
     fma_fp32,
 )
-from isobit.reveal.self_check import PlainSum
+from isobit.reveal.certificate import PlainSum
 from isobit.reveal.tree import reveal
 
 FP32 = st.floats(width=32, allow_nan=False)

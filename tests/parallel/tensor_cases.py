@@ -12,13 +12,15 @@ from isobit import Samples, bits
 from isobit.integrations.transformers.head import logits_of
 from isobit.ops.portable.samples import as_samples
 from isobit.ops.share import Share, collecting
-from isobit.parallel.tensor.column_linear import column_linear, column_linear_group
 from isobit.parallel.tensor.head_norm import head_norm
-from isobit.parallel.tensor.row_linear import row_linear
+from isobit.parallel.tensor.linear import column_linear, column_linear_group, row_linear
 from isobit.parallel.tensor.shard import Shard, take_shard
-from isobit.parallel.tensor.vocab_embedding import vocab_embedding
-from isobit.parallel.tensor.vocab_logits import vocab_logits
-from isobit.parallel.tensor.vocab_logprob import vocab_cross_entropy, vocab_logprob
+from isobit.parallel.tensor.vocab import (
+    vocab_cross_entropy,
+    vocab_embedding,
+    vocab_logits,
+    vocab_logprob,
+)
 
 LENGTHS, WIDTH = (7, 3, 5, 6), 7
 WHOLE = Samples.padded(LENGTHS, width=WIDTH)

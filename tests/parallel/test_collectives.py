@@ -17,11 +17,11 @@ from torch._C._distributed_c10d import FileStore
 from isobit import bits
 from isobit.errors import ArgumentError, CutError
 from isobit.order.tree import merge
-from isobit.parallel.collectives import all_to_all, send_recv
-from isobit.parallel.collectives.bucketed_all_reduce import BucketedAllReduce
+from isobit.parallel.collectives import transfers
 from isobit.parallel.collectives.communicator import Communicator, communicator_of
 from isobit.parallel.collectives.levels import Levels
 from isobit.parallel.collectives.tree_collectives import (
+    BucketedAllReduce,
     all_gather,
     all_reduce,
     all_reduce_rounded,
@@ -231,25 +231,25 @@ def bytes_on_the_wire(world, pair):
 def collectives_have_the_same_bits(world, pair):
     """The path of other transports, here over gloo's own collectives."""
     Communicator.uses_send_recv, kept = lambda line, tensor: False, Communicator.uses_send_recv
-    all_to_all.CHUNK_BYTES, piece = 1 << 16, all_to_all.CHUNK_BYTES
+    transfers.CHUNK_BYTES, piece = 1 << 16, transfers.CHUNK_BYTES
     try:
         bits_are_the_trees(world, pair)
         special_values(world, pair)
         several_at_once(world, pair)
         shares(world, pair)
     finally:
-        Communicator.uses_send_recv, all_to_all.CHUNK_BYTES = kept, piece
+        Communicator.uses_send_recv, transfers.CHUNK_BYTES = kept, piece
 
 
 @check
 def messages_do_not_matter(world, pair):
     """Many short messages both ways, as a long tensor has."""
-    send_recv.MESSAGE_BYTES, message = 1 << 14, send_recv.MESSAGE_BYTES
+    transfers.MESSAGE_BYTES, message = 1 << 14, transfers.MESSAGE_BYTES
     try:
         bits_are_the_trees(world, pair)
         several_at_once(world, pair)
     finally:
-        send_recv.MESSAGE_BYTES = message
+        transfers.MESSAGE_BYTES = message
 
 
 @check

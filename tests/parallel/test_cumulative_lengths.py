@@ -6,8 +6,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from isobit import ArgumentError
-from isobit.parallel.tensor import parameter_grads
-from isobit.parallel.tensor.column_linear import ColumnParallelLinear, column_linear
+from isobit.parallel.tensor import tensor_parallel_group
+from isobit.parallel.tensor.linear import ColumnParallelLinear, column_linear
 from isobit.parallel.tensor.tensor_parallel_group import TensorParallelGroup
 from isobit.simulator import World
 from tests.parallel import tensor_cases as cases
@@ -32,7 +32,7 @@ def test_split_operators_have_the_unsplit_bits(count):
 
 
 def test_lengths_that_are_not_used_are_seen(monkeypatch):
-    monkeypatch.setattr(parameter_grads, "as_samples", lambda _: None)
+    monkeypatch.setattr(tensor_parallel_group, "as_samples", lambda _: None)
     for found in differing_on_ranks(2):
         assert found.keys() == cases.CASES.keys()
         assert all(found.values()), found

@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from isobit import ArgumentError, UnsupportedError
 from isobit.errors import AgreementError
 from isobit.parallel import GlobalBatch, Gradients
-from isobit.parallel.collectives.bucketed_all_reduce import BucketedAllReduce
-from isobit.parallel.data import plain_reducer
+from isobit.parallel.collectives.tree_collectives import BucketedAllReduce
+from isobit.parallel.data import reducer
 from tests.parallel.gradient_nets import (
     LENGTHS,
     collect,
@@ -62,7 +62,7 @@ def fail_in_backward(loss):
 )
 def test_a_failed_step_leaves_nothing(ranks, micro, wrap, order, wrong, monkeypatch):
     monkeypatch.setattr(
-        plain_reducer, "BucketedAllReduce", functools.partial(BucketedAllReduce, bucket_bytes=4)
+        reducer, "BucketedAllReduce", functools.partial(BucketedAllReduce, bucket_bytes=4)
     )
     expected = whole(make(BF16))
 

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler
 
 from isobit import ArgumentError, CutError, Samples
-from isobit.parallel.data.global_batch import GlobalBatch
-from isobit.parallel.data.sampler import GlobalBatchSampler
+from isobit.parallel.data.global_batch import GlobalBatch, GlobalBatchSampler
 
 
 @st.composite

@@ -20,8 +20,8 @@ from isobit.gates.model.models import build_model
 from isobit.ops.share import Share, collecting
 from isobit.order.tree import Counter
 from isobit.parallel import GlobalBatch, Gradients
-from isobit.parallel.collectives import all_to_all
-from isobit.parallel.data import partial_gradients
+from isobit.parallel.collectives import transfers
+from isobit.parallel.data import reducer
 from tests.parallel.gradient_nets import (
     LENGTHS,
     WIDTH,
@@ -228,9 +228,9 @@ def fold_ranks(rows, total):
 @pytest.mark.parametrize(
     ("home", "name", "wrong", "layout"),
     [
-        (partial_gradients, "Counter", Fold, (1, 8)),
-        (partial_gradients, "Counter", Rounded, (1, 2)),
-        (all_to_all, "add_rows", fold_ranks, (4, 1)),
+        (reducer, "Counter", Fold, (1, 8)),
+        (reducer, "Counter", Rounded, (1, 2)),
+        (transfers, "add_rows", fold_ranks, (4, 1)),
     ],
 )
 def test_a_wrong_order_has_other_bits(home, name, wrong, layout, monkeypatch):

@@ -22,7 +22,7 @@ from isobit.errors import IsobitError
 from isobit.guards import rank_agreement
 from isobit.order.tree import merge
 from isobit.parallel import GlobalBatch, Gradients, Levels, LossMeter, all_reduce
-from isobit.parallel.collectives import all_to_all, levels
+from isobit.parallel.collectives import levels, transfers
 from isobit.parallel.collectives.levels import check_same_hosts
 from isobit.parallel.tensor.tensor_parallel_group import TensorParallelGroup
 from isobit.simulator import World
@@ -131,7 +131,7 @@ def test_a_level_in_arrival_order_is_caught(monkeypatch):
         return bits.digest(x)
 
     right = set(World(8).run(add).values)
-    monkeypatch.setattr(all_to_all, "add_rows", as_they_arrive)
+    monkeypatch.setattr(transfers, "add_rows", as_they_arrive)
     assert set(World(8).run(add).values) != right
     assert len(right) == 1
     assert arrivals

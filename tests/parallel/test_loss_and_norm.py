@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from isobit import ArgumentError, UnsupportedError, bits, exact_sum
 from isobit.order.exact_sum import round_fp32
-from isobit.parallel.collectives.rank_group import RankGroup
+from isobit.parallel.collectives.levels import RankGroup
 from isobit.parallel.data.grad_norm import clip_grad_norm_, get_total_norm
 from isobit.parallel.data.loss_meter import MOST_RANKS, LossMeter, add_states, divide
-from isobit.parallel.tensor.local_shards import counted_here, find_shards, local_shard_of
+from isobit.parallel.tensor.shard import counted_here, find_shards, local_shard_of
 from tests.guards.gloo_ranks import found_by_ranks
 from tests.guards.gloo_scalars import TRIES, Part, drawn, with_grad
 

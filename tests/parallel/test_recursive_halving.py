@@ -2,18 +2,18 @@
 
 import pytest
 
-from isobit.parallel.collectives import recursive_halving
-from isobit.parallel.collectives.bucketed_all_reduce import group_by_size
-from isobit.parallel.collectives.recursive_halving import (
+from isobit.parallel.collectives import transfers
+from isobit.parallel.collectives.transfers import (
     Span,
     bit_reversed_spans,
     equal_spans,
     halving_rounds,
 )
+from isobit.parallel.collectives.tree_collectives import group_by_size
 
 
 def test_the_table_of_the_note():
-    rows = [line for line in recursive_halving.__doc__.splitlines() if line[:7].strip().isdigit()]
+    rows = [line for line in transfers.__doc__.splitlines() if line[:7].strip().isdigit()]
     assert len(rows) == 8
     for rank, row in enumerate(rows):
         number, *columns, owned = (cell.strip() for cell in row.split("|"))

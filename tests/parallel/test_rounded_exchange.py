@@ -13,9 +13,8 @@ from isobit.errors import AgreementError
 from isobit.order.tree import merge
 from isobit.parallel import Levels
 from isobit.parallel.collectives import elementwise_add
-from isobit.parallel.collectives.bucketed_all_reduce import BucketedAllReduce
 from isobit.parallel.collectives.elementwise_add import round_total
-from isobit.parallel.collectives.tree_collectives import all_reduce_rounded
+from isobit.parallel.collectives.tree_collectives import BucketedAllReduce, all_reduce_rounded
 from isobit.simulator import World
 from tests.parallel.test_collectives import leaves
 

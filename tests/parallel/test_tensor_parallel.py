@@ -21,17 +21,17 @@ from isobit.ops.linear import partial
 from isobit.parallel import get_total_norm
 from isobit.parallel.collectives import tree_collectives
 from isobit.parallel.tensor import head_norm
-from isobit.parallel.tensor.column_linear import (
+from isobit.parallel.tensor.linear import (
     ColumnParallelLinear,
+    RowParallelLinear,
     column_linear,
     column_linear_group,
+    row_linear,
 )
-from isobit.parallel.tensor.row_linear import RowParallelLinear, row_linear
 from isobit.parallel.tensor.shard import full_state, load_full_state, shard_table
 from isobit.parallel.tensor.styles import ColwiseParallel, RowwiseParallel, VocabParallel
 from isobit.parallel.tensor.tensor_parallel_group import TensorParallelGroup
-from isobit.parallel.tensor.vocab_embedding import VocabParallelEmbedding, vocab_embedding
-from isobit.parallel.tensor.vocab_logprob import vocab_logprob
+from isobit.parallel.tensor.vocab import VocabParallelEmbedding, vocab_embedding, vocab_logprob
 from isobit.simulator import World
 from tests.parallel import tensor_cases as cases
 from tests.parallel.tensor_cases import WHOLE, draw, part

@@ -4,8 +4,8 @@ import copy
 import json
 import tarfile
 
-from isobit.profiling.reading.sources import Source
-from isobit.profiling.reading.trace import read_trace
+from isobit.profiling.trace import read_trace
+from isobit.profiling.trace_files import Source
 
 LOADER = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
 CAUSES = {

@@ -9,12 +9,10 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from isobit.profiling.account import Books
+from isobit.profiling.account import UNRECORDED, Books, Timeline, covered, union
 from isobit.profiling.api import profile
-from isobit.profiling.reading.trace import read_traces
 from isobit.profiling.records import Account
-from isobit.profiling.steps import Step
-from isobit.profiling.timeline import UNRECORDED, Timeline, covered, union
+from isobit.profiling.trace import Step, read_traces
 from tests.profiling.synthetic import CORPUS, Chrome
 
 NAMES = ("compute", "communication", "copies", "waiting")

@@ -6,7 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from isobit.profiling.api import profile
 from isobit.profiling.bounds import Need, least_copy, least_time, machine_of, machines, need_of
-from isobit.profiling.reading.trace import read_traces
+from isobit.profiling.trace import read_traces
 from tests.profiling.synthetic import CORPUS, Chrome
 
 H100 = machine_of("NVIDIA H100 80GB HBM3")

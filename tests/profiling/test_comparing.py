@@ -6,9 +6,9 @@ import random
 import pytest
 
 from isobit.cli.main import main
+from isobit.profiling.account import tiles
 from isobit.profiling.api import compare, profile
 from isobit.profiling.records import Comparison, Row
-from isobit.profiling.timeline import tiles
 from tests.profiling.synthetic import CORPUS, Chrome
 
 SMALL, LARGE = [[64, 64], [64, 64]], [[4096, 512], [512, 512]]

@@ -4,7 +4,7 @@ import pytest
 
 from isobit.cli.main import main
 from isobit.profiling.api import profile
-from isobit.profiling.order_names import FAMILIES, order_of
+from isobit.profiling.findings import FAMILIES, order_of
 from tests.profiling.planted_delays import LOADER
 from tests.profiling.synthetic import CORPUS, Chrome
 from tests.profiling.test_ranks import profiled, run_of

@@ -3,7 +3,7 @@
 import re
 
 from isobit.cli.main import main
-from isobit.profiling.report.page import write_profile_page
+from isobit.profiling.report import write_profile_page
 from tests.profiling.synthetic import one_step
 from tests.profiling.test_ranks import profiled, run_of
 

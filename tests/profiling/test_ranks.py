@@ -6,9 +6,8 @@ import pytest
 
 from isobit.profiling.account import Books
 from isobit.profiling.api import profile, profile_traces
-from isobit.profiling.reading.trace import read_traces
 from isobit.profiling.records import Lateness
-from isobit.profiling.steps import Step
+from isobit.profiling.trace import Step, read_traces
 from tests.profiling.planted_delays import CAUSES, LOADER, plant, read_archive, traces_of
 from tests.profiling.synthetic import CORPUS, Chrome
 

@@ -14,12 +14,11 @@ import pytest
 
 from isobit.cli.main import main
 from isobit.errors import ArgumentError
+from isobit.profiling import trace_files
 from isobit.profiling.api import profile
-from isobit.profiling.reading import json_stream, sources
-from isobit.profiling.reading.json_stream import JsonStream, nanoseconds
-from isobit.profiling.reading.trace import read_traces
-from isobit.profiling.report.page import write_profile_page
-from isobit.profiling.report.text import lines_of
+from isobit.profiling.report import lines_of, write_profile_page
+from isobit.profiling.trace import read_traces
+from isobit.profiling.trace_files import JsonStream, nanoseconds
 from tests.profiling.synthetic import CORPUS, Chrome, one_step
 
 WHOLE = {
@@ -181,7 +180,7 @@ def test_nan_in_arguments_bad_bytes_and_missing_threads_are_read(tmp_path):
 
 
 def test_a_bomb_is_refused_before_it_is_unpacked(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "SMALL", 1 << 20)
+    monkeypatch.setattr(trace_files, "SMALL", 1 << 20)
     bomb = b'{"traceEvents": [' + b" " * (20 << 20) + b"]}"
     for name, data in (("b.json.gz", gzip.compress(bomb)), ("c.json.gz", gzip.compress(bomb)[:-9])):
         (tmp_path / name).write_bytes(data)
@@ -193,7 +192,7 @@ def test_a_bomb_is_refused_before_it_is_unpacked(tmp_path, monkeypatch):
     (tmp_path / "no.json.gz").write_bytes(b"\x1f\x8bnothing")
     with pytest.raises(ArgumentError, match="gzip"):
         profile([tmp_path / "no.json.gz"])
-    monkeypatch.setattr(json_stream, "LARGEST_VALUE", 1 << 16)
+    monkeypatch.setattr(trace_files, "LARGEST_VALUE", 1 << 16)
     (tmp_path / "long.json").write_text('{"traceEvents": [{"name": "' + "a" * (4 << 20))
     with pytest.raises(ArgumentError, match="JSON"):
         profile([tmp_path / "long.json"])

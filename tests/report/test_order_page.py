@@ -7,7 +7,7 @@ import pytest
 
 import isobit
 from isobit.reveal.certificate import OrderClass, OrderComparison
-from isobit.reveal.report.page import draw_certificate, write_page
+from isobit.reveal.report import draw_certificate, write_page
 from isobit.reveal.tree import Tree
 from tests.reveal.kernels import ORDERS, blocks, chain, pairs, target_of
 

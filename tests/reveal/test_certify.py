@@ -5,10 +5,10 @@ import torch
 
 import isobit
 from isobit.order.addition import chain, digest, find_difference, steps_of, write_formula
+from isobit.reveal import certificate, targets
 from isobit.reveal import certificate as certificates
-from isobit.reveal import self_check, targets
+from isobit.reveal.certificate import PlainSum
 from isobit.reveal.replays import Replayed
-from isobit.reveal.self_check import PlainSum
 from isobit.reveal.tree import Tree
 from tests.reveal.kernels import add_by, blocks, pairs, random_branch, stripes, target_of
 
@@ -69,7 +69,7 @@ def test_keywords_name_what_varies():
 
 def test_the_self_check_can_fail(monkeypatch):
     wrong = Tree("planted", 33, chain(range(33)), replays=Replayed(8))
-    monkeypatch.setattr(self_check, "reveal", lambda target, **_: wrong)
+    monkeypatch.setattr(certificate, "reveal", lambda target, **_: wrong)
     with pytest.raises(isobit.EngineError, match="planted order"):
         certificates.certify(by_rows, [1])
 
@@ -78,9 +78,9 @@ def test_the_self_check_wants_the_compensated_sum_refused(monkeypatch):
     plain = PlainSum(
         "plain", 33, lambda values: add_by(chain(range(33)), torch.tensor(values)).item()
     )
-    monkeypatch.setattr(self_check, "plant_compensated", lambda n: plain)
+    monkeypatch.setattr(certificate, "plant_compensated", lambda n: plain)
     with pytest.raises(isobit.EngineError, match="compensated"):
-        self_check.check_revealing()
+        certificate.check_revealing()
 
 
 def test_parting_of_equal_orders_is_none():

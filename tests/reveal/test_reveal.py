@@ -11,7 +11,7 @@ import isobit
 from isobit import RevealError
 from isobit.order.addition import chain, digest
 from isobit.reveal import targets
-from isobit.reveal.self_check import plant_compensated, plant_tree
+from isobit.reveal.certificate import plant_compensated, plant_tree
 from isobit.reveal.tree import reveal
 from tests.reveal.kernels import (
     ORDERS,

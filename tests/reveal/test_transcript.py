@@ -13,10 +13,9 @@ import torch
 from isobit.errors import RevealError
 from isobit.order.addition import chain
 from isobit.reveal import certificate, targets
-from isobit.reveal.self_check import draw_branch, plant_compensated, plant_corrected, plant_tree
+from isobit.reveal.certificate import draw_branch, plant_compensated, plant_corrected, plant_tree
 from isobit.reveal.targets.tensor_target import TensorTarget
-from isobit.reveal.transcript import Transcripts
-from isobit.reveal.tree import reveal
+from isobit.reveal.tree import Transcripts, reveal
 
 N = 33
 

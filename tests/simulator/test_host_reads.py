@@ -16,7 +16,7 @@ from torch import Tensor
 
 from isobit.errors import PendingError
 from isobit.simulator import World
-from isobit.simulator.checkers.host_reads import BY_OPERATORS, DESCRIPTIONS, DOORS
+from isobit.simulator.checkers.pending_buffers import BY_OPERATORS, DESCRIPTIONS, DOORS
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 WAYS = {

@@ -13,7 +13,7 @@ from isobit.errors import (
     PendingError,
 )
 from isobit.simulator import World, same_on_all_ranks
-from isobit.simulator.memory import memory_of, overlap
+from isobit.simulator.rank import memory_of, overlap
 from tests.simulator.expectations import expect
 
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from isobit.errors import ReplayError
+from isobit.errors import ReplayError, TrainingError
 from isobit.simulator import Flip, Straggle, Trace, World, draw_faults, replay
-from isobit.simulator.program.python_random import follows_header
+from isobit.simulator.program.process_state import follows_header
 
 
 def traffic(rank, rounds=3):
@@ -106,11 +106,29 @@ def test_random_numbers_are_those_of_a_process_of_ones_own():
 
 
 def test_unseeded_ranks_start_as_processes_do():
-    """Torch alike on all ranks, the rest apart; and the same again for one seed."""
+    """Every generator differs between ranks, as `torch.initial_seed()` does; and is the same again for one seed."""
     runs = [World(3, seed).run(draws, lambda rank: None).values for seed in (1, 1, 2)]
     assert runs[0] == runs[1] != runs[2]
-    assert len({value[0][0] for value in runs[0]}) == 1
-    assert len({value[0][1] for value in runs[0]}) == 3
+    for kind in range(4):
+        assert len({value[0][kind] for value in runs[0]}) == 3
+
+
+def train_replicas(rank, seed):
+    if seed is not None:
+        torch.manual_seed(seed)
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.full((1, 4), 1.0 + rank)).square().mean().backward()
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+    optimizer.step()
+
+
+def test_replicas_that_nobody_seeds_start_differently():
+    with pytest.raises(TrainingError) as error:
+        World(2, watch=("training",)).run(train_replicas, None)
+    assert error.value.kind == "start differs"
+    World(2, watch=("training",)).run(train_replicas, 0)
 
 
 def test_the_callers_random_numbers_go_on_where_they_were():
@@ -124,5 +142,5 @@ def test_the_callers_random_numbers_go_on_where_they_were():
 def test_pythons_state_by_both_ways(monkeypatch):
     assert follows_header()
     fast = World(3).run(draws, seed_all).values
-    monkeypatch.setattr("isobit.simulator.program.python_random.follows_header", lambda: False)
+    monkeypatch.setattr("isobit.simulator.program.process_state.follows_header", lambda: False)
     assert World(3).run(draws, seed_all).values == fast

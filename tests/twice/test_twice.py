@@ -6,7 +6,7 @@ import os
 import pytest
 
 from isobit.cli import main
-from isobit.comparing.runs.records import OPERATOR, SCALAR
+from isobit.comparing.runs.report import OPERATOR, SCALAR
 from isobit.comparing.runs.run import run_twice
 from isobit.errors import ArgumentError
 from tests.sweeps import mostly_full
@@ -195,7 +195,7 @@ dist.destroy_process_group()
 def test_scripts_of_torchrun_and_of_gpus_get_a_remedy_that_works(here, monkeypatch):
     script = here / "train.py"
     script.write_text("raise AssertionError('Torch not compiled with CUDA enabled')")
-    with pytest.raises(ArgumentError, match="remedy: run it on a machine with the device"):
+    with pytest.raises(ArgumentError, match="remedy: pass --device cuda"):
         run_twice(script)
     script.write_text(DISTRIBUTED)
     with pytest.raises(ArgumentError, match="remedy: start it as torchrun's only rank: env") as e:
@@ -203,6 +203,44 @@ def test_scripts_of_torchrun_and_of_gpus_get_a_remedy_that_works(here, monkeypat
     for pair in e.value.remedy.split("env ")[1].split(" isobit")[0].split():
         monkeypatch.setenv(*pair.split("="))
     assert run_twice(script, steps=1).comparison.steps == (1, 1)
+
+
+ON_A_GPU = {"batch": "x = data[order].cuda()", "before": "torch.set_default_device('cuda')"}
+
+
+def test_a_script_that_needs_a_gpu_is_served_one(here, capsys):
+    script = write(here, **ON_A_GPU)
+    assert main.main(["twice", str(script), "--steps", "2", "--quiet"]) == 0
+    assert "; the CPU served the cuda device" in capsys.readouterr().out
+    assert main.main(["twice", str(script), "--steps", "2", "--quiet", "--device", "cpu"]) == 2
+    assert "remedy: pass --device cuda" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", mostly_full(PLANTED, ["torch is not seeded"]))
+def test_served_devices_hide_no_cause(name, here):
+    planted, cause = PLANTED[name]
+    report = run_twice(write(here, **planted), steps=2, device="cuda")
+    assert (report.exit_code, report.served) == (1, "cuda")
+    assert cause in applying(report), (name, report.causes, report.comparison.origin)
+    assert report.comparison.origin.call.source.startswith("train.py:")
+
+
+RACE = """
+import threading
+seen = []
+threads = [threading.Thread(target=lambda i=i: (time.sleep(0.001), seen.append(i))) for i in range(6)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+"""
+
+
+@pytest.mark.full
+def test_the_order_of_threads_is_a_cause_with_served_devices_too(here):
+    script = write(
+        here, before=RACE, loss="loss = loss * sum(i * 7**n for n, i in enumerate(seen))"
+    )
+    report = run_twice(script, steps=1, device="cuda")
+    assert (report.exit_code, "threads" in applying(report)) == (1, True), report.causes
 
 
 @pytest.mark.full

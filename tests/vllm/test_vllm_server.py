@@ -13,7 +13,7 @@ import isobit
 from benchmarks import vllm as rollouts
 from isobit.cli.main import main
 from isobit.comparing.server.completions import EXACT
-from isobit.comparing.server.records import AXES
+from isobit.comparing.server.report import AXES
 from isobit.errors import ServerError
 from isobit.foundation.http_json import Server
 from isobit.rollout import (

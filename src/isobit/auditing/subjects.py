@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from importlib import import_module
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +19,16 @@ LARGEST_FILE = 1 << 30  # bytes of samples
 LARGEST_ID = 2**63 - 1
 
 
-def from_factory(name: str, effect: str | None = None) -> Inputs:
-    """Call `package.module:factory`, which returns a model and a batch."""
-    module, _, attribute = name.partition(":")
+def from_factory(name: str, effect: str | None, load: Callable[[str], Any]) -> Inputs:
+    """Call `package.module:factory` or `file.py:factory`, which returns a model and a batch; `load` imports."""
+    module, _, attribute = name.rpartition(":")
     try:
-        factory = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+        factory = getattr(load(module), attribute)
+    except AttributeError as error:
         raise ArgumentError(
-            expected="package.module:factory",
+            expected="package.module:factory or file.py:factory",
             received=f"{name}: {error}",
-            remedy="name a function that can be imported from the current folder or an installed package",
+            remedy="name a function of a file, of the current folder or of an installed package",
         ) from error
     made = factory()
     if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], nn.Module):

@@ -13,11 +13,11 @@ from isobit.auditing.report.page import write_audit_page
 from isobit.auditing.report.sarif import audit_as_sarif
 from isobit.auditing.report.text import describe_audit
 from isobit.cli.arguments import add_trust, axes_among, check_script, long_dtype, shape
+from isobit.cli.named_code import load_module
 from isobit.cli.progress import SELDOM, Steps, add_quiet
 from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import say
 from isobit.foundation import files
-from isobit.foundation.trusted_folder import serve_folder
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +45,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "model",
         help="a folder or hub id that transformers loads, a name of `isobit gate model --model`, "
-        "package.module:factory (returns a model and a batch), or script.py (its first call of a model is audited)",
+        "package.module:factory or file.py:factory (returns a model and a batch), or script.py (its first call of a "
+        "model is audited)",
     )
     add_inputs(parser)
     parser.add_argument(
@@ -166,8 +167,7 @@ def load(options: argparse.Namespace) -> Inputs:
         check_script(script)
         return capture_call(script, options.passed_on, options.call)
     if ":" in name:
-        serve_folder([name.partition(":")[0].partition(".")[0], *options.trust])
-        return from_factory(name, options.effect)
+        return from_factory(name, options.effect, lambda module: load_module(module, options.trust))
     tokenizer: Any = None
     if name in MODELS:
         model = build_model(name, dtype or torch.float32, options.seed).to(options.device)

@@ -16,7 +16,7 @@ from isobit.foundation import files
 from isobit.foundation.majority import name_ranks
 from isobit.foundation.plain_text import one_line
 from isobit.foundation.records import to_json
-from isobit.simulator.autopsy.page import write_autopsy_page
+from isobit.simulator.page import write_autopsy_page
 
 if TYPE_CHECKING:
     from isobit.simulator.autopsy.examine import Autopsy, Last

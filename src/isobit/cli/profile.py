@@ -44,11 +44,9 @@ def run(options: argparse.Namespace) -> int:
     from isobit.cli.provenance import provenance_of
     from isobit.cli.terminal import say, say_json
     from isobit.foundation.files import write_text
-    from isobit.profiling.api import are_one_run, profile_traces
-    from isobit.profiling.comparing import compare_profiles
-    from isobit.profiling.reading.trace import read_traces
-    from isobit.profiling.report.page import write_profile_page
-    from isobit.profiling.report.text import lines_of, lines_of_comparison
+    from isobit.profiling.api import are_one_run, compare_profiles, profile_traces
+    from isobit.profiling.report import lines_of, lines_of_comparison, write_profile_page
+    from isobit.profiling.trace import read_traces
 
     if options.compare and len(options.traces) != 2:
         raise ArgumentError(

@@ -23,7 +23,7 @@ from isobit.foundation import files
 from isobit.foundation.trusted_folder import serve_folder
 from isobit.order.addition import digest
 from isobit.reveal.certificate import OrderComparison
-from isobit.reveal.report.page import draw_certificate, write_page
+from isobit.reveal.report import draw_certificate, write_page
 from isobit.reveal.target import Progress as Told
 
 if TYPE_CHECKING:

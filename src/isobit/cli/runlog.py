@@ -21,13 +21,10 @@ from isobit.foundation.plain_text import one_line
 from isobit.foundation.records import Provenance
 from isobit.guards.config_file import read_config
 from isobit.guards.run_log.curves import NAMES, RunLog
-from isobit.guards.run_log.findings import Limits, LogFinding, Verdict
-from isobit.guards.run_log.page import Section, write_run_page
-from isobit.guards.run_log.picture import Mark, draw_run
+from isobit.guards.run_log.page import Mark, Section, draw_run, write_run_page
 from isobit.guards.run_log.readers import read_log
-from isobit.guards.run_log.rules import judge_log
+from isobit.guards.run_log.rules import Limits, LogFinding, Verdict, judge_log, schedule_in
 from isobit.guards.run_log.same import Sameness, compare_logs
-from isobit.guards.run_log.schedule import schedule_in
 from isobit.guards.trial_run.page import many
 
 

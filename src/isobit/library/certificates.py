@@ -13,10 +13,9 @@ from isobit.foundation.records import Proof
 from isobit.order.addition import Branch, digest
 from isobit.order.evaluate import expected_tree, feature_segments
 from isobit.order.samples import Samples
-from isobit.reveal.self_check import check_revealing
+from isobit.reveal.certificate import check_revealing
 from isobit.reveal.targets.tensor_target import TensorTarget
-from isobit.reveal.transcript import Transcripts
-from isobit.reveal.tree import reveal
+from isobit.reveal.tree import Transcripts, reveal
 
 ENGINE = "order certificate"
 Configuration = Mapping[str, Any]

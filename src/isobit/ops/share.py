@@ -9,7 +9,7 @@ isobit operator computed it from exactly the samples of the share. Three places 
 2. Backward: `as_partial` marks the gradient that the operator returns with the share of its forward and the tensor's
    version. Where a parameter is used several times, autograd adds the gradients, in place or into a new tensor; both
    invalidate the mark.
-3. Delivery: a hook of isobit.parallel.data.gradient_checks raises for a gradient without a valid mark.
+3. Delivery: a hook of isobit.parallel.data.gradients raises for a gradient without a valid mark.
 
 Recomputation under gradient checkpointing marks the same gradient, and calls without gradients mark nothing.
 """

@@ -30,7 +30,7 @@ from isobit.errors import ArgumentError, UnsupportedError
 from isobit.foundation.file_digests import digest_files, first_damaged
 from isobit.foundation.files import write_text
 from isobit.order.plan import VERSION
-from isobit.parallel.collectives.rank_group import is_first_rank
+from isobit.parallel.collectives.levels import is_first_rank
 from isobit.parallel.tensor.shard import Shard, owner_of, shard_table
 
 __all__ = ["Loaded", "load", "save"]

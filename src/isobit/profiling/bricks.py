@@ -17,12 +17,11 @@ from isobit.profiling.account import (
     Books,
     earlier_work,
     only_starts_a_collective,
+    tiles,
 )
 from isobit.profiling.bounds import Bound, Machine, least_copy, least_time, machine_of, need_of
-from isobit.profiling.reading.trace import Event, Trace
 from isobit.profiling.records import Block, Brick
-from isobit.profiling.steps import Step
-from isobit.profiling.timeline import tiles
+from isobit.profiling.trace import Event, Step, Trace
 
 NO_OPERATOR = "launched before the trace, or by no operator"
 LONGEST_SHAPES = 120

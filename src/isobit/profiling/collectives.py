@@ -17,9 +17,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from isobit.profiling.account import Books
 from isobit.profiling.bricks import collective_name, message_words
-from isobit.profiling.reading.trace import Event, Trace
-from isobit.profiling.steps import Step
+from isobit.profiling.records import Collective, Lateness
+from isobit.profiling.trace import Event, Step, Trace
 
 MESSAGES = re.compile(r"send|recv|p2p", re.I)
 ALL_WAIT_FOR_ALL = re.compile(r"all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|barrier", re.I)
@@ -187,3 +188,174 @@ def align(found: Matched) -> None:
         f"the clocks of the ranks differ by up to {max(map(abs, shifts.values())) / 1e6:,.3f} ms: aligned by the ends "
         f"of {len(proving)} collectives, which then differ by up to {residual / 1e6:,.3f} ms"
     )
+
+
+# Why the last rank of a collective was late: an exact sum over causes, against the median rank.
+#
+# [Note: Lateness as a sum]
+# Let the last rank arrive at b and have left an earlier collective at a; the median rank at b' and
+# a'. Then b - b' = (a - a') + (b - a) - (b' - a'), and each of the two intervals is the sum of its
+# causes on the rank's timeline. So lateness is what the rank brought along, plus for each cause its
+# time minus the median rank's. Nothing is estimated.
+
+CARRIED = "left the collective before later"
+BEGAN = "began the recording later"
+OVERLAP = "arrived before the collective before had ended"
+MOST_BACK = 64  # meetings that may overlap one
+
+
+def judge(
+    found: Matched, books: dict[int, Books], steps: dict[int, tuple[Step, ...]]
+) -> tuple[Collective, ...]:
+    """Return each collective with the waits of its ranks and the lateness of the last one."""
+    judged = []
+    chain: list[Meeting] = []  # meetings that do not overlap: their waits may be added
+    for index, meeting in enumerate(found.meetings):
+        arrivals = sorted(meeting.slices, key=lambda rank: (found.start(meeting, rank), rank))
+        last, median = arrivals[-1], arrivals[(len(arrivals) - 1) // 2]
+        at = found.start(meeting, last)
+        waits = {
+            rank: max(0, min(at, found.end(meeting, rank)) - found.start(meeting, rank))
+            for rank in meeting.slices
+        }
+        moves = {rank: meeting.slices[rank].duration - wait for rank, wait in waits.items()}
+        is_apart = not chain or all(
+            found.start(meeting, rank) >= found.end(chain[-1], rank)
+            for rank in meeting.slices
+            if rank in chain[-1].slices
+        )
+        if is_apart:
+            chain.append(meeting)
+        before = meeting_before(found, index, last, median)
+        judged.append(
+            Collective(
+                number=meeting.number,
+                name=meeting.name,
+                detail=meeting.detail,
+                step=meeting.step,
+                at=meeting.slices[last].start,
+                last=last,
+                waits=waits,
+                moves=moves,
+                lateness=lateness_of(found, meeting, before, last, median, books, steps),
+                apart=is_apart,
+            )
+        )
+    return tuple(judged)
+
+
+def meeting_before(found: Matched, index: int, last: int, median: int) -> Meeting | None:
+    """Return the latest meeting that both ranks had left when they arrived at this one."""
+    meeting = found.meetings[index]
+    for earlier in reversed(found.meetings[max(0, index - MOST_BACK) : index]):
+        if all(
+            rank in earlier.slices and found.end(earlier, rank) <= found.start(meeting, rank)
+            for rank in (last, median)
+        ):
+            return earlier
+    return None
+
+
+def lateness_of(
+    found: Matched,
+    meeting: Meeting,
+    before: Meeting | None,
+    last: int,
+    median: int,
+    books: dict[int, Books],
+    steps: dict[int, tuple[Step, ...]],
+) -> Lateness:
+    """Return how late the last rank was against the median one, and the causes, which add up to it."""
+    begins = {
+        rank: before.slices[rank].end if before is not None else steps[rank][0].start
+        for rank in (last, median)
+    }
+    carried = (begins[last] - found.offsets[last]) - (begins[median] - found.offsets[median])
+    parts = {CARRIED if before is not None else BEGAN: carried} if carried else {}
+    for rank, sign in ((last, 1), (median, -1)):
+        start, end = begins[rank], meeting.slices[rank].start
+        spent = books[rank].timeline.parts(start, end) if end >= start else {OVERLAP: end - start}
+        for cause, ns in spent.items():
+            parts[cause] = parts.get(cause, 0) + sign * ns
+    return Lateness(
+        rank=last,
+        against=median,
+        ns=found.start(meeting, last) - found.start(meeting, median),
+        parts={cause: ns for cause, ns in sorted(parts.items(), key=lambda part: -part[1]) if ns},
+    )
+
+
+def blamed(collectives: Sequence[Collective]) -> dict[int, int]:
+    """Return how long all ranks together waited for each rank, the most waited for first."""
+    found: dict[int, int] = {}
+    for one in collectives:
+        if one.waiting:
+            found[one.last] = found.get(one.last, 0) + one.waiting
+    return dict(sorted(found.items(), key=lambda part: -part[1]))
+
+
+def causes_of(collectives: Sequence[Collective], rank: int) -> dict[str, int]:
+    """Return the causes of a rank's lateness in all collectives that do not overlap, added up."""
+    found: dict[str, int] = {}
+    for one in collectives:
+        if one.last == rank and one.apart:
+            for cause, ns in one.lateness.parts.items():
+                found[cause] = found.get(cause, 0) + ns
+    return dict(sorted(found.items(), key=lambda part: -part[1]))
+
+
+# Replay the ranks from collective to collective, to say what a change would save.
+#
+# Each rank computes for as long as it did, waits for the last one at every collective, and leaves
+# it as long after that as it did. The replay must reproduce the recorded time before it may predict
+# another.
+
+ACCURACY = 0.01  # of the recorded time
+
+
+class Replay:
+    """The intervals of each rank between collectives that do not overlap and that all ranks join."""
+
+    def __init__(
+        self, found: Matched, apart: Sequence[Meeting], steps: dict[int, tuple[Step, ...]]
+    ) -> None:
+        self.ranks = sorted(steps)
+        meetings = [meeting for meeting in apart if len(meeting.slices) == len(self.ranks)]
+        self.starts = {rank: steps[rank][0].start - found.offsets[rank] for rank in self.ranks}
+        ends = {rank: steps[rank][-1].end - found.offsets[rank] for rank in self.ranks}
+        self.local: dict[int, list[int]] = {rank: [] for rank in self.ranks}
+        self.moving: dict[int, list[int]] = {rank: [] for rank in self.ranks}
+        at = dict(self.starts)
+        for meeting in meetings:
+            last = max(found.start(meeting, rank) for rank in self.ranks)
+            for rank in self.ranks:
+                self.local[rank].append(found.start(meeting, rank) - at[rank])
+                self.moving[rank].append(found.end(meeting, rank) - last)
+                at[rank] = found.end(meeting, rank)
+        self.tails = {rank: ends[rank] - at[rank] for rank in self.ranks}
+        self.recorded = max(ends.values()) - min(self.starts.values())
+
+    def run(self, local: dict[int, list[int]]) -> int:
+        """Return how long all ranks take with these intervals between collectives."""
+        at = dict(self.starts)
+        for number in range(len(self.moving[self.ranks[0]])):
+            last = max(at[rank] + local[rank][number] for rank in self.ranks)
+            at = {rank: last + self.moving[rank][number] for rank in self.ranks}
+        return max(at[rank] + self.tails[rank] for rank in self.ranks) - min(self.starts.values())
+
+    @property
+    def is_faithful(self) -> bool:
+        """Whether the replay reproduces the recorded time, so that it may predict."""
+        return abs(self.run(self.local) - self.recorded) <= ACCURACY * self.recorded
+
+    def saved(self, rank: int) -> int | None:
+        """Return what it would save if a rank took between collectives as long as the median of the others.
+
+        None if the replay does not reproduce the recorded time.
+        """
+        if not self.is_faithful or len(self.ranks) < 2:
+            return None
+        others = [self.local[other] for other in self.ranks if other != rank]
+        median = [int(statistics.median_low(values)) for values in zip(*others, strict=True)]
+        changed = [min(own, usual) for own, usual in zip(self.local[rank], median, strict=True)]
+        return self.run(self.local) - self.run(self.local | {rank: changed})

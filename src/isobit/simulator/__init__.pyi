@@ -1,6 +1,6 @@
 from isobit.simulator import probe as probe
 from isobit.simulator.autopsy.examine import examine as examine
-from isobit.simulator.checkers.divergence import same_on_all_ranks as same_on_all_ranks
+from isobit.simulator.checkers.mismatch import same_on_all_ranks as same_on_all_ranks
 from isobit.simulator.faults import Die as Die
 from isobit.simulator.faults import Drop as Drop
 from isobit.simulator.faults import Fault as Fault
@@ -9,10 +9,10 @@ from isobit.simulator.faults import PlantNaN as PlantNaN
 from isobit.simulator.faults import Stall as Stall
 from isobit.simulator.faults import Straggle as Straggle
 from isobit.simulator.faults import draw_faults as draw_faults
-from isobit.simulator.launch import replay as replay
-from isobit.simulator.launch import run_script as run_script
-from isobit.simulator.launch import spawn as spawn
 from isobit.simulator.result import Result as Result
+from isobit.simulator.schedule import Trace as Trace
 from isobit.simulator.single_rank import compare_with_one as compare_with_one
-from isobit.simulator.trace import Trace as Trace
 from isobit.simulator.world import World as World
+from isobit.simulator.world import replay as replay
+from isobit.simulator.world import run_script as run_script
+from isobit.simulator.world import spawn as spawn

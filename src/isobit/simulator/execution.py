@@ -18,22 +18,19 @@ from isobit.errors import DeadlockError, RankLostError, UnsupportedError
 from isobit.simulator.accelerator.tensors import forget_devices, serving_devices
 from isobit.simulator.call_sites import user_stack
 from isobit.simulator.checkers.deadlock import endless_turn
-from isobit.simulator.checkers.pending_results import watching_reads
-from isobit.simulator.checkers.step_copies import StepCopies
+from isobit.simulator.checkers.pending_buffers import watching_reads
+from isobit.simulator.checkers.step_record import StepCopies
 from isobit.simulator.faults import Stalled
 from isobit.simulator.findings import Killed, copy_error
-from isobit.simulator.program.folder import restore_folder
-from isobit.simulator.program.line_budget import counting_lines
+from isobit.simulator.program.environment import restore_folder
 from isobit.simulator.program.process_state import restore_state, save_state
-from isobit.simulator.program.threads import finish, has_library_threads
+from isobit.simulator.program.threads import counting_lines, finish, has_library_threads
 from isobit.simulator.program.waits import LocalWait
 from isobit.simulator.rank import Rank, acting_as, inside
-from isobit.simulator.result import Result, conclude
-from isobit.simulator.root_cause import diagnose, find_origin
+from isobit.simulator.result import Result, conclude, diagnose, find_origin
 from isobit.simulator.run import Run, Settings
-from isobit.simulator.schedule import Waiting
+from isobit.simulator.schedule import Trace, Waiting
 from isobit.simulator.torch.install import installed
-from isobit.simulator.trace import Trace
 
 GRACE = 2.0  # seconds in which a thread that is ended must reach Python code
 _running = threading.Lock()

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from isobit.foundation.files import write_bytes
 from isobit.simulator.call_sites import user_stack
-from isobit.simulator.collectives import Call
-from isobit.simulator.operations import Group, GroupKey, Message, Operation, Receive
+from isobit.simulator.collectives import Call, Group, GroupKey, Message, Operation, Receive
 from isobit.simulator.rank import Rank
 
 VERSION = "2.10"  # of the format, in torch 2.13

@@ -8,15 +8,23 @@ import torch
 from torch import Tensor
 
 from isobit.errors import ArgumentError, IsobitError, MismatchError, RankLostError, in_one_line
-from isobit.simulator.checkers.call_site_history import CallSites
-from isobit.simulator.checkers.mismatch import buffer_mismatch, mismatch
+from isobit.simulator.checkers.mismatch import CallSites, buffer_mismatch, mismatch
 from isobit.simulator.checkers.sent_data import DataWatch
-from isobit.simulator.collectives import FRESH, PLANS, Call, Copies, misfits
+from isobit.simulator.collectives import (
+    FRESH,
+    PLANS,
+    Call,
+    Copies,
+    Group,
+    GroupKey,
+    Message,
+    Operation,
+    Receive,
+    misfits,
+)
 from isobit.simulator.faults import Flip, flip_bit
 from isobit.simulator.findings import Findings
-from isobit.simulator.operations import Group, GroupKey, Message, Operation, Receive
-from isobit.simulator.schedule import Schedule
-from isobit.simulator.trace import Recorder
+from isobit.simulator.schedule import Recorder, Schedule
 
 
 class Network:

@@ -1,4 +1,4 @@
-"""The findings of `isobit simulate` as a self-contained HTML page."""
+"""The findings of `isobit simulate`, and what the dumps of a hang show, as self-contained HTML pages."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from isobit.foundation.records import Provenance
 from isobit.report.finding_page import (
+    MOST_SHOWN,
     sentences_of,
     write_card,
     write_facts,
@@ -63,4 +64,57 @@ def write_finding(finding: Mapping[str, Any], ranks: int, seeds: int) -> str:
     inside = write_ranks(range(ranks), finding["ranks"]) + write_facts(facts)
     return write_card(
         finding["kind"], about, inside + write_places(first["stacks"]), bool(first["follows"])
+    )
+
+
+def write_autopsy_page(record: Mapping[str, Any], origin: Provenance | None = None) -> str:
+    """Return the page of one folder of dumps.
+
+    Args:
+        record: The record of `--json`, with plain values.
+        origin: Where the page comes from.
+    """
+    finding, dumps = record["finding"], record["dumps"]
+    world = sorted({*map(int, dumps), *record["without_dump"]})
+    calls = sum(dump["calls"] for dump in dumps.values())
+    verdict = "no call is in progress, and all calls agree" if finding is None else finding["kind"]
+    verdict += f"; {len(dumps)} dumps of {len(world)} ranks, {calls} calls, {record['collectives']} collectives"
+    body = "" if finding is None else f"<h2>Cause</h2>{write_cause(finding, world)}"
+    places = record["calls_in_progress"]
+    if places:
+        cards = "".join(write_place(place, world) for place in places[:MOST_SHOWN])
+        body += f"<h2>Calls in progress</h2>{cards}"
+    rows = [
+        [rank, last["call"], last["state"], next(iter(last["stack"]), "")]
+        for rank, last in record["last_calls"].items()
+    ]
+    if rows:
+        body += "<h2>Last call of each rank</h2>"
+        body += write_table(["rank", "call", "state", "where"], rows)
+    others = [["log", line] for line in record["logs"]]
+    others += [[f"rank {rank}", reason] for rank, reason in record["broken"].items()]
+    others += [[f"rank {rank}, py-spy", " ← ".join(s[:4])] for rank, s in record["py_spy"].items()]
+    others += [["not used", name] for name in record["skipped"]]
+    others += [[f"rank {rank}", "left no dump"] for rank in record["without_dump"]]
+    if others:
+        body += "<h2>What else the folder has</h2>" + write_table(["from", "what"], others)
+    return write_frame(
+        "Autopsy of a hang", "good" if finding is None else "bad", verdict, body, origin
+    )
+
+
+def write_cause(finding: Mapping[str, Any], world: list[int]) -> str:
+    """Draw the cause: the ranks to blame, its words, and where ranks were."""
+    facts = {name: finding[name] for name in ("expected", "received", "remedy", "note")}
+    inside = write_ranks(world, finding["ranks"]) + write_facts(facts)
+    return write_card(finding["kind"], "", inside + write_places(finding["stacks"]))
+
+
+def write_place(place: Mapping[str, Any], world: list[int]) -> str:
+    """Draw a call in progress: outlined are the ranks in it, filled those that did not join."""
+    differs = "the calls of these ranks differ" if place["calls_differ"] else ""
+    missing = "not joined by the ranks filled" if place["missing"] else "joined by every member"
+    strip = write_ranks(world, place["missing"], place["ranks"])
+    return write_card(
+        place["call"], differs or missing, strip, not place["missing"] and not differs
     )

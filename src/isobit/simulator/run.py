@@ -10,7 +10,7 @@ import torch
 
 from isobit.simulator.call_sites import user_line
 from isobit.simulator.checkers.sent_data import DataWatch
-from isobit.simulator.checkers.step_copies import StepCopies
+from isobit.simulator.checkers.step_record import StepCopies
 from isobit.simulator.checkers.training import Training
 from isobit.simulator.collectives import Call
 from isobit.simulator.faults import (
@@ -28,11 +28,10 @@ from isobit.simulator.faults import (
 from isobit.simulator.findings import Findings, Killed
 from isobit.simulator.flight_recorder import FlightRecorder
 from isobit.simulator.network import Network
-from isobit.simulator.program.variables import launcher_variables
+from isobit.simulator.program.environment import launcher_variables
 from isobit.simulator.rank import Rank
-from isobit.simulator.schedule import Schedule
+from isobit.simulator.schedule import Recorder, Schedule, Trace
 from isobit.simulator.torch.store import RankStore
-from isobit.simulator.trace import Recorder, Trace
 
 
 @dataclass(frozen=True)

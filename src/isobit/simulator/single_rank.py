@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from isobit.errors import ArgumentError
-from isobit.simulator.checkers.step_copies import Entry, StepCopies
-from isobit.simulator.checkers.training_findings import TrainingFinding, as_error
+from isobit.simulator.checkers.step_record import Entry, StepCopies
 from isobit.simulator.execution import execute
+from isobit.simulator.findings import TrainingFinding, as_error
 from isobit.simulator.result import Result
 from isobit.simulator.world import World
 

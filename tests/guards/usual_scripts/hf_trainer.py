@@ -8,17 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 def main():
     set_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-        )
-    ).cuda()
-    tokens = torch.randint(0, 64, (64, 12), generator=torch.Generator().manual_seed(0))
-    dataset = [{"input_ids": row, "labels": row} for row in tokens]
+    # Before the model: it chooses the device of this rank, which .cuda() then uses.
     arguments = TrainingArguments(
         tempfile.mkdtemp(),
         per_device_train_batch_size=4,
@@ -32,6 +22,17 @@ def main():
         save_strategy="no",
         disable_tqdm=True,
     )
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+        )
+    ).cuda()
+    tokens = torch.randint(0, 64, (64, 12), generator=torch.Generator().manual_seed(0))
+    dataset = [{"input_ids": row, "labels": row} for row in tokens]
     trainer = Trainer(model, arguments, train_dataset=dataset)
     trainer.train()
 

@@ -15,6 +15,18 @@ WORDS = ["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(61))]
 
 def main():
     set_seed(0)
+    # Before the model: it chooses the device of this rank, which .cuda() then uses.
+    arguments = SFTConfig(
+        tempfile.mkdtemp(),
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        learning_rate=1e-3,
+        max_steps=6,
+        max_length=32,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+    )
     tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = Whitespace()
     tokenizer = PreTrainedTokenizerFast(
@@ -41,17 +53,6 @@ def main():
         }
         for i in range(64)
     ]
-    arguments = SFTConfig(
-        tempfile.mkdtemp(),
-        per_device_train_batch_size=4,
-        gradient_accumulation_steps=2,
-        learning_rate=1e-3,
-        max_steps=6,
-        max_length=32,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-    )
     trainer = SFTTrainer(
         model, arguments, train_dataset=Dataset.from_list(lines), processing_class=tokenizer
     )

@@ -22,7 +22,7 @@ from isobit.auditing.replay.places import Places
 from isobit.auditing.replay.recording import Key
 from isobit.auditing.replay.replay import Again
 from isobit.auditing.replay.watching import Judged, Pair, Watcher
-from isobit.parallel.tensor.row_linear import row_linear
+from isobit.parallel.tensor.linear import row_linear
 from isobit.parallel.tensor.tensor_parallel_group import TensorParallelGroup
 from isobit.simulator import World
 

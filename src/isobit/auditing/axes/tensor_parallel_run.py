@@ -21,8 +21,7 @@ from isobit.auditing.judging.effects import outputs_of
 from isobit.foundation.machine import thread_count
 from isobit.integrations.transformers import tensor_parallel
 from isobit.integrations.transformers.state import find_state
-from isobit.parallel.tensor.column_linear import column_linear
-from isobit.parallel.tensor.row_linear import row_linear
+from isobit.parallel.tensor.linear import column_linear, row_linear
 from isobit.parallel.tensor.tensor_parallel_group import TensorParallelGroup
 from isobit.simulator import World
 

@@ -16,8 +16,7 @@ from isobit.auditing.replay.call import Call, operator_name
 from isobit.errors import EngineError, RevealError, in_one_line
 from isobit.foundation.machine import thread_count
 from isobit.order.addition import find_difference
-from isobit.reveal.certificate import OrderClass, OrderComparison
-from isobit.reveal.self_check import check_revealing
+from isobit.reveal.certificate import OrderClass, OrderComparison, check_revealing
 from isobit.reveal.target import Progress
 from isobit.reveal.tree import Tree, reveal
 

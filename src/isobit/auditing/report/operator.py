@@ -19,7 +19,7 @@ from isobit.auditing.report.json import OrderSummary
 from isobit.report.markup import escape
 from isobit.report.svg import STYLE
 from isobit.reveal.certificate import OrderComparison
-from isobit.reveal.report.page import draw_certificate
+from isobit.reveal.report import draw_certificate
 
 HEXADECIMAL = re.compile(r"(?:0x)?([0-9a-fA-F]{1,32})")
 

@@ -9,7 +9,7 @@ from isobit.certifying.report.words import describe_class, letter
 from isobit.order.addition import Branch, step_digests, steps_of
 from isobit.report.markup import escape
 from isobit.report.svg import STYLE, Canvas
-from isobit.reveal.report.picture import WIDTH, OrderPicture
+from isobit.reveal.report import WIDTH, OrderPicture
 from isobit.reveal.tree import Tree
 
 HEAD = 50

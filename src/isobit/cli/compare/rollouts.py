@@ -12,8 +12,7 @@ from rich.table import Table
 
 from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import make_console, say_json
-from isobit.comparing.rollouts.page import write_rollout_page
-from isobit.comparing.rollouts.records import RolloutReport
+from isobit.comparing.rollouts.report import RolloutReport, write_rollout_page
 from isobit.foundation import files
 from isobit.foundation.plain_text import one_line
 

@@ -15,12 +15,12 @@ from isobit.cli.arguments import at_least_one, check_script
 from isobit.cli.progress import SELDOM, Steps, add_quiet
 from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import make_console, say_json
-from isobit.comparing.runs.page import write_twice_page
-from isobit.comparing.runs.records import Cause, Report
+from isobit.comparing.runs.report import Cause, Report, write_twice_page
 from isobit.comparing.runs.run import run_twice
 from isobit.foundation import files
 from isobit.foundation.plain_text import one_line
 from isobit.foundation.records import to_json
+from isobit.guards.trial_run.starting import TrialScript, wants_device
 
 WORDS = {True: "YES", False: "no", None: "not known"}
 
@@ -49,6 +49,13 @@ def add_parser(commands: Any) -> None:
         help="run the script again to find the cause",
     )
     parser.add_argument(
+        "--device",
+        choices=("auto", "cuda", "xpu", "npu", "cpu"),
+        default="auto",
+        help="which kind of device the script finds, served by the CPU, with torchrun's variables for one rank "
+        "(default: the kind that it names, if this machine lacks it and the script does not ask whether it is there)",
+    )
+    parser.add_argument(
         "--html", type=Path, metavar="FILE", help="write an HTML report that needs nothing else"
     )
     parser.add_argument("--json", action="store_true", help="print a JSON record instead of text")
@@ -58,6 +65,7 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the script twice and print what differs. The exit code is 0 if nothing does."""
     check_script(options.script)
+    is_served = wants_device(TrialScript(options.script, device=options.device))
     with Steps(options.script.name, options.steps, options.quiet, SELDOM) as steps:
 
         def tell(what: str, done: int) -> None:
@@ -68,6 +76,7 @@ def run(options: argparse.Namespace) -> int:
             options.passed_on,
             steps=options.steps,
             causes=options.causes,
+            device=options.device if is_served else "cpu",
             progress=tell,
         )
     record = as_record(options, report)
@@ -132,8 +141,9 @@ def sentence(report: Report) -> str:
     share = (
         "" if found.recording is None else f", {found.recording:.0%} of their time for recording"
     )
+    served = f"; the CPU served the {report.served} device" if report.served else ""
     return (
         f"{'equal' if found.equal else 'DIFFER'}: {steps} steps, {found.operators:,} operator calls and "
         f"{found.tensors:,} tensors of the training's state compared up to the first difference; "
-        f"{report.runs} runs, {report.seconds:.1f} s{share}"
+        f"{report.runs} runs, {report.seconds:.1f} s{share}{served}"
     )

@@ -15,10 +15,8 @@ from isobit.cli.arguments import axes_among, shape
 from isobit.cli.progress import SELDOM, Steps, add_quiet
 from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import make_console, say_json
-from isobit.comparing.server.completions import Completions
-from isobit.comparing.server.page import write_server_page
-from isobit.comparing.server.prompts import Prompt, random_prompts, read_prompts
-from isobit.comparing.server.records import AXES, ServerAudit
+from isobit.comparing.server.completions import Completions, Prompt, random_prompts, read_prompts
+from isobit.comparing.server.report import AXES, ServerAudit, write_server_page
 from isobit.comparing.server.running import audit_server
 from isobit.errors import ArgumentError
 from isobit.foundation import files

@@ -8,11 +8,10 @@ from pathlib import Path
 import torch
 
 from isobit import bits
-from isobit.comparing.checkpoints.names import key_of, match_names
+from isobit.comparing.checkpoints.names import Pair, Side, key_of, match_names
 from isobit.comparing.checkpoints.readers import read_checkpoint
 from isobit.comparing.checkpoints.records import Comparison, TensorResult, Tie, ValueResult
-from isobit.comparing.checkpoints.sides import Pair, Side
-from isobit.comparing.checkpoints.stored import Checkpoint, Stored, unreadable
+from isobit.comparing.tensor_files import Checkpoint, Stored, unreadable
 
 CHUNK = 1 << 22  # elements that are converted to fp64 at a time
 

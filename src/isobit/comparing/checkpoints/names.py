@@ -1,11 +1,4 @@
-"""Map the names of one checkpoint to those of another: wrappers, shards of ranks, fused and split projections.
-
-[Note: How names are mapped]
-Equal names come first. Then names are equal without the parts that wrappers add; then without a leading `model.` or
-`state_dict.`. Shards `name@0`, `name@1`, … are one tensor, put together along the only dimension that fits. Last, a
-fused projection is cut into the parts that the other checkpoint has. A mapping is used only if it is unique on both
-sides; whatever remains is in one checkpoint only. Nothing here looks at values.
-"""
+"""Which tensors of two checkpoints belong together: wrappers, shards of ranks, fused and split projections."""
 
 from __future__ import annotations
 
@@ -13,8 +6,151 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from isobit.comparing.checkpoints.fused import pair_fused
-from isobit.comparing.checkpoints.sides import Pair, Piece, Shape, Side, Tensor, said_without
+# What is compared with what: pieces of stored tensors, put together along a dimension.
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stored tensor, or the elements from `start` to `stop` of its dimension `dim`."""
+
+    name: str
+    dim: int = 0
+    start: int | None = None
+    stop: int | None = None
+
+    def __str__(self) -> str:
+        if self.start is None:
+            return self.name
+        return f"{self.name}[{':, ' * self.dim}{self.start}:{self.stop}]"
+
+
+@dataclass(frozen=True)
+class Side:
+    """One side of a comparison: pieces, put together along a dimension."""
+
+    pieces: tuple[Piece, ...]
+    dim: int = 0
+
+    def __str__(self) -> str:
+        return " + ".join(str(piece) for piece in self.pieces)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two sides that should be equal; `how` names the mapping, "" if the names are the same."""
+
+    name: str
+    left: Side
+    right: Side
+    how: str = ""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor of a checkpoint by the names and shapes of its pieces: one, or one per rank."""
+
+    name: str
+    pieces: tuple[tuple[str, Shape], ...]
+    sharded: bool = False
+
+    def whole(self, dim: int = 0) -> Side:
+        """Return all pieces, put together."""
+        return Side(tuple(Piece(name) for name, _ in self.pieces), dim)
+
+
+def said_without(side: str, name: str, key: str) -> str:
+    """Return the sentence on which parts of a name its key lacks; "" if none."""
+    if name == key:
+        return ""
+    rest, lost = key.split("."), []
+    for part in reversed(name.split(".")):
+        if rest and rest[-1] == part:
+            rest.pop()
+        else:
+            lost.append(part)
+    return f"{side} without '{'.'.join(reversed(lost))}.'"
+
+
+# Fused projections: which part of `qkv_proj` is `q_proj`, also where either is sharded over ranks.
+#
+# A fused weight has the rows of its parts, one part after the other. Where ranks shard it, each rank has its share of
+# every part, one after the other.
+
+FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "c_attn": ("q_proj", "k_proj", "v_proj"),
+}
+
+
+def pair_fused(
+    pairs: list[Pair],
+    left: dict[str, Tensor],
+    right: dict[str, Tensor],
+    remove: list[list[Tensor]],
+) -> None:
+    """Pair each part with its piece of a fused tensor of the other checkpoint, and remove both from what remains."""
+    for swapped, (whole, parts) in enumerate(((left, right), (right, left))):
+        for key, fused in list(whole.items()):
+            for word, names in FUSED.items():
+                path = key.split(".")
+                if word not in path[-2:]:
+                    continue
+                at = len(path) - 1 - path[::-1].index(word)
+                keys = [".".join((*path[:at], name, *path[at + 1 :])) for name in names]
+                if not all(k in parts for k in keys):
+                    continue
+                found = cut_fused(fused, [parts[k] for k in keys])
+                if found is None:
+                    continue
+                how = f"{word} is {' + '.join(names)} along dimension {found[0].dim}"
+                said = said_without("AB"[swapped], fused.name, key)
+                for k, side in zip(keys, found, strict=True):
+                    part = parts.pop(k)
+                    steps = (said, said_without("BA"[swapped], part.name, k), how)
+                    sides = (
+                        (part.whole(side.dim), side) if swapped else (side, part.whole(side.dim))
+                    )
+                    pairs.append(Pair(part.name, *sides, "; ".join(filter(None, steps))))
+                    remove[0 if swapped else 1].remove(part)
+                remove[1 if swapped else 0].remove(fused)
+                del whole[key]
+                break
+
+
+def cut_fused(fused: Tensor, parts: list[Tensor]) -> list[Side] | None:
+    """Return each part's share of a fused tensor; None if the shapes fit along no dimension."""
+    shapes = [shape for tensor in (fused, *parts) for _, shape in tensor.pieces]
+    ranks, dims = len(fused.pieces), len(shapes[0])
+    if any(len(shape) != dims for shape in shapes):
+        return None
+    for dim in range(dims):
+        rest = {(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}
+        totals = [sum(shape[dim] for _, shape in part.pieces) for part in parts]
+        if len(rest) != 1 or any(total % ranks for total in totals):
+            continue
+        if any(shape[dim] != sum(totals) // ranks for _, shape in fused.pieces):
+            continue
+        edges = [sum(totals[:i]) // ranks for i in range(len(totals) + 1)]
+        return [
+            Side(
+                tuple(Piece(name, dim, edges[i], edges[i + 1]) for name, _ in fused.pieces),
+                dim,
+            )
+            for i in range(len(parts))
+        ]
+    return None
+
+
+# Map the names of one checkpoint to those of another: wrappers, shards of ranks, fused and split projections.
+#
+# [Note: How names are mapped]
+# Equal names come first. Then names are equal without the parts that wrappers add; then without a leading `model.` or
+# `state_dict.`. Shards `name@0`, `name@1`, … are one tensor, put together along the only dimension that fits. Last, a
+# fused projection is cut into the parts that the other checkpoint has. A mapping is used only if it is unique on both
+# sides; whatever remains is in one checkpoint only. Nothing here looks at values.
 
 WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 PREFIXES = ("model", "state_dict")

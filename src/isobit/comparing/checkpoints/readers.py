@@ -8,17 +8,264 @@ names.py puts them together. Links to regular files are followed, since download
 
 from __future__ import annotations
 
+import io
 import json
+import math
+import pickle
 import re
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from isobit.comparing.checkpoints.distributed import METADATA, is_inside, read_distributed
-from isobit.comparing.checkpoints.safetensors import read_safetensors
-from isobit.comparing.checkpoints.stored import Checkpoint, open_regular, unreadable
-from isobit.comparing.checkpoints.torch_files import read_torch_file
+import torch
+
+from isobit.comparing.tensor_files import (
+    Checkpoint,
+    Stored,
+    add_tree,
+    load_safely,
+    open_regular,
+    read_safetensors,
+    read_torch_file,
+    unreadable,
+)
 from isobit.errors import ArgumentError
+
+# Read folders of torch.distributed.checkpoint, tensor by tensor, without a process group and
+# without running code.
+#
+# [Note: Metadata without code]
+# The reader of torch.distributed.checkpoint calls `pickle.load` on the file `.metadata`, which runs
+# whatever the file names. Here an unpickler knows the dozen names that such a file needs, and
+# returns records of this module for them; any other name raises. Chunks are loaded with
+# `weights_only=True`.
+
+METADATA = ".metadata"
+LARGEST_METADATA = 1 << 31
+
+
+class Record:
+    """Any object of the metadata: its attributes, and nothing that runs."""
+
+    state: Any = None
+
+    def __init__(self, *arguments: Any) -> None:
+        """Keep the arguments: an enumeration's value, the parts of a path."""
+        self.arguments = arguments
+
+    def __setstate__(self, state: Any) -> None:
+        """Keep what was pickled."""
+        self.state = state
+
+    def get(self, name: str) -> Any:
+        """Return an attribute, None if it is not there."""
+        return self.state.get(name) if isinstance(self.state, dict) else None
+
+
+def make_size(numbers: Any = ()) -> tuple[int, ...]:
+    """Return a shape or an offset; raise if it is not made of whole numbers."""
+    found = tuple(numbers)
+    if not all(type(n) is int and 0 <= n < 1 << 63 for n in found):
+        raise pickle.UnpicklingError("a shape with negative or broken numbers")
+    return found
+
+
+KINDS = (
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
+    "Metadata",
+    "MetadataIndex",
+    "StorageMeta",
+    "TensorProperties",
+    "TensorStorageMetadata",
+    "_MEM_FORMAT_ENCODING",
+)
+HOME = "torch.distributed.checkpoint"
+# A class of its own for each name, so that a file cannot say "tensor" and mean "bytes".
+KNOWN: dict[tuple[str, str], Any] = {
+    (f"{HOME}.metadata", name): type(name, (Record,), {}) for name in KINDS
+} | {
+    (f"{HOME}.filesystem", "_StorageInfo"): type("_StorageInfo", (Record,), {}),
+    ("torch", "Size"): make_size,
+    ("torch.serialization", "_get_layout"): str,
+    ("pathlib", "PosixPath"): Record,
+    ("pathlib", "PurePosixPath"): Record,
+    ("pathlib", "WindowsPath"): Record,
+    ("collections", "OrderedDict"): dict,
+}
+TENSOR = KNOWN[f"{HOME}.metadata", "TensorStorageMetadata"]
+BYTES = KNOWN[f"{HOME}.metadata", "BytesStorageMetadata"]
+
+
+class MetadataReader(pickle.Unpickler):
+    """Unpickles metadata; see [Note: Metadata without code]."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return the record for a name that metadata needs; raise for any other."""
+        if (module, name) in KNOWN:
+            return KNOWN[module, name]
+        dtype = getattr(torch, name, None) if module == "torch" and name.isidentifier() else None
+        if isinstance(dtype, torch.dtype):
+            return dtype
+        raise pickle.UnpicklingError(f"GLOBAL {module}.{name}")
+
+
+def read_distributed(folder: Path) -> Checkpoint:
+    """Read the metadata of a folder of torch.distributed.checkpoint and return its tensors, which are read later.
+
+    Args:
+        folder: A folder with the file `.metadata`.
+
+    Returns:
+        The checkpoint. A sharded tensor is one entry: its chunks are put together when it is loaded.
+
+    Raises:
+        ArgumentError: If the metadata is damaged, contains code, or names files outside of the folder.
+    """
+    metadata = read_metadata(folder)
+    found = Checkpoint(folder, "torch.distributed.checkpoint folder")
+    places: dict[str, dict[tuple[int, ...], Any]] = {}
+    for index, place in items(folder, metadata, "storage_data"):
+        name, offset = index.get("fqn"), index.get("offset") or ()
+        if not isinstance(name, str) or not isinstance(offset, tuple):
+            raise unreadable(folder, "a name and an offset for every place", "something else")
+        places.setdefault(name, {})[offset] = place
+    for name, entry in items(folder, metadata, "state_dict_metadata"):
+        chunks = places.get(name, {})
+        if isinstance(entry, TENSOR):
+            found.add_tensor(name, stored_chunks(folder, name, entry, chunks))
+        elif isinstance(entry, BYTES) and chunks:
+            read = io.BytesIO(read_place(folder, name, chunks.get(())))
+            add_tree(found, name, load_safely(folder, read))
+        else:
+            raise unreadable(folder, "metadata of tensors and values", f"neither at {name!r}")
+    return found
+
+
+def read_metadata(folder: Path) -> Record:
+    """Unpickle the metadata without running code."""
+    file, size = open_regular(folder / METADATA)
+    with file:
+        if size > LARGEST_METADATA:
+            raise unreadable(
+                folder, f"metadata of at most {LARGEST_METADATA:,} bytes", f"{size:,} bytes"
+            )
+        try:
+            found = MetadataReader(file).load()
+        except Exception as error:  # a damaged pickle raises almost anything
+            raise unreadable(
+                folder,
+                "metadata of torch.distributed.checkpoint",
+                (str(error).splitlines() or [type(error).__name__])[0][:300],
+                "write the checkpoint again: code in its metadata is not run",
+            ) from error
+    if not isinstance(found, Record):
+        raise unreadable(folder, "metadata of torch.distributed.checkpoint", type(found).__name__)
+    return found
+
+
+def items(folder: Path, metadata: Record, name: str) -> list[tuple[Any, Any]]:
+    """Return the entries of one of the metadata's dictionaries."""
+    found = metadata.get(name)
+    if not isinstance(found, dict) or not all(isinstance(v, Record) for v in found.values()):
+        raise unreadable(folder, f"{name} in the metadata", type(found).__name__)
+    wanted = Record if name == "storage_data" else str
+    if not all(isinstance(key, wanted) for key in found):
+        raise unreadable(folder, f"names in {name}", "other keys")
+    return list(found.items())
+
+
+def stored_chunks(
+    folder: Path, name: str, entry: Record, places: dict[tuple[int, ...], Any]
+) -> Stored:
+    """Return a tensor that is put together from its chunks when it is loaded."""
+    shape, properties, chunks = entry.get("size"), entry.get("properties"), entry.get("chunks")
+    state = properties.state if isinstance(properties, Record) else None
+    dtype = state[0] if isinstance(state, tuple) and state else None
+    if not isinstance(shape, tuple) or not isinstance(dtype, torch.dtype):
+        raise unreadable(folder, "a dtype and a size", f"another entry for {name!r}")
+    if not isinstance(chunks, list) or not all(isinstance(c, Record) for c in chunks):
+        raise unreadable(folder, "a list of chunks", f"another entry for {name!r}")
+    spans = [(chunk.get("offsets"), chunk.get("sizes")) for chunk in chunks]
+    check_cover(folder, name, shape, spans)
+
+    def load() -> torch.Tensor:
+        data = [read_place(folder, name, places.get(offsets)) for offsets, _ in spans]
+        if sum(map(len, data)) < math.prod(shape) * dtype.itemsize:
+            raise unreadable(folder, f"bytes for all elements of {name!r}", "fewer bytes")
+        whole = torch.empty(shape, dtype=dtype)
+        for (offsets, sizes), read in zip(spans, data, strict=True):
+            chunk = load_safely(folder, io.BytesIO(read))
+            if not isinstance(chunk, torch.Tensor) or (chunk.dtype, tuple(chunk.shape)) != (
+                dtype,
+                sizes,
+            ):
+                raise unreadable(folder, f"a chunk {list(sizes)} of {name!r}", "another tensor")
+            slices = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
+            whole[slices] = chunk
+        return whole
+
+    return Stored(dtype, shape, load)
+
+
+def check_cover(folder: Path, name: str, shape: tuple[int, ...], spans: list[Any]) -> None:
+    """Raise unless the chunks lie in the tensor, do not overlap, and have all its elements."""
+    for offsets, sizes in spans:
+        if not (isinstance(offsets, tuple) and isinstance(sizes, tuple)) or not (
+            len(offsets) == len(sizes) == len(shape)
+            and all(o + n <= s for o, n, s in zip(offsets, sizes, shape, strict=True))
+        ):
+            raise unreadable(
+                folder, f"chunks within {list(shape)}", f"{offsets}, {sizes} of {name!r}"
+            )
+    if sum(math.prod(sizes) for _, sizes in spans) != math.prod(shape):
+        raise unreadable(folder, f"chunks that cover {list(shape)}", f"fewer or more for {name!r}")
+    full = [span for span in spans if math.prod(span[1])]
+    # Chunks are sorted along the dimension that cuts most, so that few pairs meet along it.
+    cut = max(range(len(shape)), key=lambda d: len({o[d] for o, _ in full}), default=None)
+    full = full if cut is None else sorted(full, key=lambda span: span[0][cut])
+    for i, (first, size) in enumerate(full):
+        for second, other in full[i + 1 :]:
+            if cut is not None and second[cut] >= first[cut] + size[cut]:
+                break
+            meets = zip(first, size, second, other, strict=True)
+            if all(a < b + m and b < a + n for a, n, b, m in meets):
+                raise unreadable(folder, "chunks that do not overlap", f"two of {name!r}")
+
+
+def read_place(folder: Path, name: str, place: Record | None) -> bytes:
+    """Read the bytes of one chunk; raise for a file outside of the folder, or bytes that are not there."""
+    if place is None:
+        raise unreadable(folder, f"a place for every chunk of {name!r}", "none")
+    relative, offset, length = (place.get(key) for key in ("relative_path", "offset", "length"))
+    if place.get("transform_descriptors"):
+        raise unreadable(folder, "chunks without compression", f"transformed bytes of {name!r}")
+    if not isinstance(relative, str) or not is_inside(relative):
+        raise unreadable(folder, "files inside the folder", f"{relative!r} for {name!r}")
+    file, size = open_regular(folder / relative)
+    with file:
+        numbers = type(offset) is int and type(length) is int and offset >= 0 and length >= 0
+        if not numbers or offset + length > size:
+            raise unreadable(
+                folder,
+                f"bytes within the {size:,} of {relative}",
+                f"{length} bytes from {offset} for {name!r}",
+                "copy the folder again: a file is truncated",
+            )
+        file.seek(offset)
+        return file.read(length)
+
+
+def is_inside(relative: str) -> bool:
+    """Return whether a path that a checkpoint names stays inside its folder."""
+    path = PurePosixPath(relative.replace("\\", "/"))
+    return (
+        bool(path.parts)
+        and not path.is_absolute()
+        and ".." not in path.parts
+        and ":" not in relative
+    )
+
 
 LARGEST_INDEX = 1 << 28
 # Files of these names next to a checkpoint are not part of the model.

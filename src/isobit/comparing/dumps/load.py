@@ -8,8 +8,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from isobit.comparing.dumps.debug_log import read_debug_log
-from isobit.comparing.dumps.debug_text import read_debug_text
+from isobit.comparing.dumps.debug_log import read_debug_log, read_debug_text
 from isobit.comparing.dumps.records import Dump, Entry, Stored, Unreadable
 from isobit.comparing.dumps.tensor_files import SUFFIXES, TensorReader, UnreadableError
 from isobit.errors import ArgumentError

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from isobit.comparing.checkpoints.safetensors import read_safetensors
-from isobit.comparing.checkpoints.stored import Stored
 from isobit.comparing.dumps import records
+from isobit.comparing.tensor_files import Stored, read_safetensors
 from isobit.errors import ArgumentError, in_one_line
 from isobit.foundation.plain_text import one_line
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from isobit.comparing.runs.records import (
+from isobit.comparing.runs.report import (
     EMPTY,
     OPERATOR,
     OUTSIDE,

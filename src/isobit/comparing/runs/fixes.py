@@ -14,9 +14,20 @@ import time
 import uuid
 from typing import Any
 
-import torch
+SEED, HASH, TIME, THREADS = "seed", "hash", "time", "threads"
+FILES = "files"  # nothing to fix: runs after the second find the same files
+VARIABLES = {
+    HASH: {"PYTHONHASHSEED": "0"},
+    THREADS: {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+}
+IN_WORDS = {
+    SEED: "every random number generator seeded",
+    HASH: "PYTHONHASHSEED=0",
+    TIME: "clocks, process numbers and drawn identities fixed",
+    THREADS: "one thread",
+    FILES: "these files there from the start",
+}
 
-from isobit.comparing.runs.fixes_by_name import SEED, THREADS, TIME
 
 START = 1_700_000_000.0  # seconds since the epoch
 TICK = 0.001  # seconds that a fixed clock adds at each reading
@@ -29,6 +40,8 @@ def apply(fix: str) -> None:
 
 def fix_seeds() -> None:
     """Seed every generator, and make seeding without a number repeatable."""
+    import torch
+
     seed_random = random.seed
 
     class Seeded(random.Random):
@@ -82,5 +95,7 @@ def fix_time() -> None:
 
 def fix_threads() -> None:
     """Use one thread, whatever the script asks for."""
+    import torch
+
     torch.set_num_threads(1)
     torch.set_num_threads = lambda nthreads: None

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import stat
+import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, TextIO
 
 import torch
+from blake3 import blake3
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -16,16 +22,258 @@ from torch.optim.optimizer import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from isobit import bits
-from isobit.comparing.runs.evidence import random_states, short, surroundings
-from isobit.comparing.runs.operators import (
-    Operator,
-    generator_state,
-    numbers_in,
-    read_operator,
-    tensors_in,
-)
 from isobit.comparing.runs.places import Places
-from isobit.comparing.runs.storages import EMPTY, MADE, OUTSIDE, Storages
+
+# What an operator's schema says: whether it only makes a view, leaves memory unwritten, writes arguments, or draws.
+
+# Operators whose result has no defined contents.
+UNWRITTEN = {
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "empty_permuted",
+    "new_empty",
+    "new_empty_strided",
+    "resize_",
+    "_efficientzerotensor",
+}
+# Operators that write their first argument without reading it.
+OVERWRITE = {
+    "bernoulli_",
+    "cauchy_",
+    "copy_",
+    "exponential_",
+    "fill_",
+    "geometric_",
+    "log_normal_",
+    "normal_",
+    "random_",
+    "uniform_",
+    "zero_",
+}
+
+
+@dataclass(frozen=True)
+class Operator:
+    """The facts about one operator.
+
+    Attributes:
+        name: such as `aten::mm`.
+        view: whether it only returns a view of its argument.
+        unwritten: whether its result has no defined contents.
+        overwrites: whether it writes its first argument without reading it.
+        written: indices and names of the arguments that it writes.
+        draws: whether it draws random numbers.
+    """
+
+    name: str
+    view: bool
+    unwritten: bool
+    overwrites: bool
+    written: tuple[tuple[int, str], ...]
+    draws: bool
+
+
+def read_operator(function: Any) -> Operator:
+    """Read the facts from an operator's schema."""
+    schema = function._schema
+    short = schema.name.partition("::")[2]
+    written = tuple(
+        (index, argument.name)
+        for index, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+    aliased = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    return Operator(
+        schema.name,
+        aliased and not written,
+        short in UNWRITTEN,
+        short in OVERWRITE,
+        written,
+        torch.Tag.nondeterministic_seeded in function.tags,
+    )
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Return the plain tensors with elements in arguments or results."""
+    if isinstance(value, torch.Tensor):
+        if (
+            type(value) in (torch.Tensor, torch.nn.Parameter)
+            and value.layout is torch.strided
+            and not value.is_meta
+        ):
+            yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def numbers_in(values: Any) -> str:
+    """Return the Python numbers and texts among arguments as text."""
+    found: list[str] = []
+    for value in values:
+        if isinstance(value, bool | int | float | complex | str):
+            found.append(repr(value))
+        elif isinstance(value, list | tuple) and not any(
+            isinstance(v, torch.Tensor) for v in value
+        ):
+            found.append(repr(value)[:200])
+    return ", ".join(found)
+
+
+def generator_state(keywords: dict[str, Any], values: tuple[Any, ...]) -> torch.Tensor | None:
+    """Return the state of the generator that a drawing operator uses; None off the CPU without a generator."""
+    for value in (*keywords.values(), *values):
+        if isinstance(value, torch.Generator):
+            return value.get_state()
+    for tensor in tensors_in([*values, *keywords.values()]):
+        if tensor.is_cuda:
+            return torch.cuda.get_rng_state(tensor.device)
+    return torch.get_rng_state()
+
+
+# Number the memory of tensors, and know where its contents came from.
+#
+# [Note: Which inputs are hashed]
+# Memory that a recorded operator wrote needs no second hash when it is read. Memory from outside
+# (numpy, workers, files) may change without an operator, so it is hashed at every use, except for
+# parameters, which are hashed once here and after every optimizer step. Memory of `torch.empty` is
+# hashed when it is read before it was written completely.
+
+MADE, OUTSIDE, EMPTY = "made", "outside", "empty"
+MOST = 20_000  # entries after which those of freed memory are dropped
+
+
+@dataclass
+class Memory:
+    """One storage: its number in the run, and where its contents came from."""
+
+    alive: StorageWeakRef  # keeps the address from being used again
+    number: int
+    origin: str
+
+
+class Storages:
+    """All storages that a run has seen; freed ones are forgotten."""
+
+    def __init__(self) -> None:
+        """Start with none."""
+        self.known: dict[int, Memory] = {}
+        self.count = 0
+        self.limit = MOST
+
+    def find(self, tensor: torch.Tensor) -> Memory:
+        """Return the memory of a tensor; memory that no operator has made is from outside."""
+        storage = tensor.untyped_storage()
+        found = self.known.get(storage._cdata)
+        if found is None:
+            found = self._add(storage, OUTSIDE)
+        return found
+
+    def made(self, tensor: torch.Tensor, origin: str) -> Memory:
+        """Note that an operator returned a tensor, and return its memory."""
+        storage = tensor.untyped_storage()
+        found = self.known.get(storage._cdata)
+        if found is None:
+            return self._add(storage, origin)
+        whole = tensor.numel() * tensor.element_size() >= storage.nbytes()
+        if found.origin == EMPTY and origin == MADE and whole:
+            found.origin = MADE
+        return found
+
+    def _add(self, storage: torch.UntypedStorage, origin: str) -> Memory:
+        if len(self.known) >= self.limit:
+            self.known = {k: m for k, m in self.known.items() if not is_freed(m)}
+            self.limit = max(MOST, 2 * len(self.known))
+        self.count += 1
+        alive = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        found = Memory(alive, self.count, origin)
+        self.known[storage._cdata] = found
+        return found
+
+
+def is_freed(memory: Memory) -> bool:
+    """Return whether no tensor uses the memory any more."""
+    return bool(memory.alive.expired())  # type: ignore[no-untyped-call]
+
+
+# What a run knows about the usual causes: random states, threads, variables, versions and files
+# that it read.
+#
+# Nothing is configured by the variables that are read here: both runs see the same, and a
+# difference is reported by name. Values are hashed, since some are secrets.
+
+MOST_FILES = 50
+
+
+def short(data: bytes) -> str:
+    """Return a short digest."""
+    return blake3(data).hexdigest()[:16]
+
+
+def random_states() -> dict[str, str]:
+    """Return digests of the states of the global random number generators."""
+    found = {"torch": short(torch.get_rng_state().numpy().tobytes())}
+    found["random"] = short(repr(random.getstate()).encode())
+    if "numpy" in sys.modules:
+        import numpy
+
+        found["numpy"] = short(repr(numpy.random.get_state(legacy=False)).encode())
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states = [state.cpu().numpy().tobytes() for state in torch.cuda.get_rng_state_all()]
+        found["torch.cuda"] = short(b"".join(states))
+    return found
+
+
+def surroundings() -> dict[str, Any]:
+    """Return thread counts, variables and versions of loaded packages."""
+    versions = {}
+    for name, module in list(sys.modules.items()):
+        version = None if "." in name else getattr(module, "__version__", None)
+        if isinstance(version, str):
+            versions[name] = version
+    return {
+        "threads": torch.get_num_threads(),
+        "interop_threads": torch.get_num_interop_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "hash_seed": os.environ.get("PYTHONHASHSEED", "random"),
+        "variables": {
+            name: short(value.encode(errors="replace")) for name, value in os.environ.items()
+        },
+        "versions": versions,
+    }
+
+
+class FilesRead:
+    """Files that this run reads and that changed after the first run had begun: what the first run left behind."""
+
+    def __init__(self, began: float, ours: float) -> None:
+        """Note files that changed between `began` and `ours`, times since the epoch."""
+        self.began, self.ours = began, ours
+        self.paths: list[str] = []
+        self.inside = False
+
+    def watch(self, event: str, arguments: tuple[Any, ...]) -> None:
+        """Look at a file that is opened for reading; called by the interpreter."""
+        if event != "open" or self.inside or len(self.paths) >= MOST_FILES:
+            return
+        path, mode, flags = (*arguments, None, None, None)[:3]
+        if not isinstance(path, str | bytes) or (isinstance(mode, str) and set(mode) & set("wax")):
+            return
+        if isinstance(flags, int) and flags & (os.O_WRONLY | os.O_CREAT):
+            return
+        self.inside = True
+        try:
+            found = os.stat(path)
+            if stat.S_ISREG(found.st_mode) and self.began <= found.st_mtime < self.ours:
+                name = os.path.abspath(os.fsdecode(path))
+                if name not in self.paths and "/__pycache__/" not in name:
+                    self.paths.append(name)
+        except (OSError, ValueError):
+            pass
+        finally:
+            self.inside = False
+
 
 MOST_ROWS = 4096  # of data from outside, whose order is looked at
 LISTED = 8  # digests that a call lists; more are merged into one

@@ -12,6 +12,7 @@ import torch
 _CALL = torch.nn.Module._call_impl.__code__
 _TORCH = str(Path(torch.__file__).parent) + "/"
 _HERE = str(Path(__file__).parent) + "/"
+_SIMULATOR = str(Path(__file__).parents[2] / "simulator") + "/"  # serves devices
 
 
 class Places:
@@ -59,7 +60,7 @@ class Places:
 
     def shown(self, file: str) -> str | None:
         """Return a source file as it is shown; None for torch, this package and the interpreter."""
-        if file.startswith((_TORCH, _HERE, "<frozen")):
+        if file.startswith((_TORCH, _HERE, _SIMULATOR, "<frozen")):
             return None
         if file.startswith(self.folder):
             return file[len(self.folder) :]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from isobit import bits
-from isobit.parallel.collectives.rank_group import is_first_rank
+from isobit.parallel.collectives.levels import is_first_rank
 from isobit.parallel.tensor.shard import gather_shards, owner_of, shard_table
 
 

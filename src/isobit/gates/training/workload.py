@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.comparing.checkpoints.rotary_frequencies import accept_rounded_frequencies
+from isobit.comparing.checkpoints.weight_digests import accept_rounded_frequencies
 from isobit.errors import ArgumentError
 from isobit.gates.model.models import spread_weights
 from isobit.integrations.transformers.package import library

@@ -12,8 +12,8 @@ from isobit.errors import AgreementError, ArgumentError
 from isobit.foundation.majority import name_ranks
 from isobit.guards.live.comparison import Findings, Gather, Talk, compare
 from isobit.guards.live.replica import Replica
-from isobit.parallel.collectives.rank_group import RankGroup
-from isobit.parallel.tensor.local_shards import find_shards
+from isobit.parallel.collectives.levels import RankGroup
+from isobit.parallel.tensor.shard import find_shards
 
 Replicated = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 MODES = ("raise", "report")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from isobit.guards.live.replica import is_finite
-from isobit.parallel.tensor.local_shards import is_dtensor
+from isobit.parallel.tensor.shard import is_dtensor
 
 SAMPLED = 4  # gradients that are looked at in a step that does not read all
 SAMPLED_ELEMENTS = 2**12  # of each

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from isobit.errors import ArgumentError
 from isobit.guards.live.events import Event
-from isobit.parallel.collectives.rank_group import RankGroup
+from isobit.parallel.collectives.levels import RankGroup
 
 
 def check_links(group: dist.ProcessGroup | None = None, *, elements: int = 2**16) -> list[Event]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from isobit import bits
 from isobit.errors import ArgumentError
-from isobit.parallel.tensor.local_shards import local_shard_of
+from isobit.parallel.tensor.shard import local_shard_of
 
 SHOWN = 4
 # Means or sums of squares in the states of torch's optimizers, which are never negative.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from isobit import bits
 from isobit.errors import ArgumentError
-from isobit.parallel.tensor.local_shards import local_shard_of
+from isobit.parallel.tensor.shard import local_shard_of
 
 DIGEST = 16  # bytes of BLAKE3; two different tensors have the same with a probability of 2^-128
 Entry = tuple[str, str, list[int], str]  # shard, dtype, shape, digest

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from isobit.errors import ArgumentError
-from isobit.parallel.tensor.local_shards import find_record, find_shards, is_dtensor
+from isobit.parallel.tensor.shard import find_record, find_shards, is_dtensor
 
 
 def replicated_tensors(

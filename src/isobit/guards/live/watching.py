@@ -16,7 +16,7 @@ from isobit.guards.live.optimizer_checks import unwrapped_optimizer
 from isobit.guards.live.step_checks import POLICIES, Options
 from isobit.guards.live.watch_hooks import Watch
 from isobit.guards.live.watch_options import Intervals, Replicas, Resume, with_old_keywords
-from isobit.parallel.tensor.local_shards import find_shards, is_dtensor
+from isobit.parallel.tensor.shard import find_shards, is_dtensor
 
 Policy = str | Callable[[Event], object]
 

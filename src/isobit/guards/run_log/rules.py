@@ -5,14 +5,347 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
-from isobit.guards.live.drift import RECENT, Reading
-from isobit.guards.run_log.alarms import alarms_of
-from isobit.guards.run_log.curves import RunLog
-from isobit.guards.run_log.findings import Limits, LogFinding, NotJudged, Verdict, name_steps
-from isobit.guards.run_log.schedule import follows_schedule
+import numpy as np
+import numpy.typing as npt
+
+from isobit.guards.live.drift import CUT, LIMIT, RECENT, SLACK, SPIKE, WINDOW, Drift, Reading
+from isobit.guards.run_log.curves import Point, RunLog, number_of
+
+# What judging a log returns: limits, findings, the verdict; and what the rules share.
+
+SHOWN = 5  # steps of a finding that are written out
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a log is judged by.
+
+    Attributes:
+        warmup: Steps that are not judged for a rising loss.
+        max_norm: The limit of the gradient norm after clipping.
+        norms: "clipped", "unclipped", or "auto": unclipped in a trainer_state.json, as transformers logs them.
+        config: The configuration, for the schedule of the learning rate; None is what the log itself has.
+    """
+
+    warmup: int = 100
+    max_norm: float = 10.0
+    norms: str = "auto"
+    config: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class LogFinding:
+    """A rule that a log breaks.
+
+    Attributes:
+        rule: The rule.
+        severity: "info", "warning" or "error"; info does not count against the run.
+        step: The first step concerned.
+        message: What was found.
+        causes: What usually causes it, the most frequent first; empty if a contract says it.
+        claim: The claim of training-stability-v1 whose `if_fails` has the causes.
+        steps: Every step concerned, where the finding counts several; the first is `step`.
+    """
+
+    rule: str
+    severity: str
+    step: int
+    message: str
+    causes: str = ""
+    claim: str = ""
+    steps: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found in a log, which rules were judged, and why others were not."""
+
+    findings: tuple[LogFinding, ...]
+    judged: tuple[str, ...]
+    not_judged: dict[str, str]
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether nothing was found that counts."""
+        return all(finding.severity == "info" for finding in self.findings)
+
+
+def name_steps(steps: Sequence[int]) -> str:
+    """Return how often something was found and at which steps, the first of them; nothing if it was found once."""
+    if len(steps) < 2:
+        return ""
+    more = ", …" if len(steps) > SHOWN else ""
+    return f"; {len(steps):,} in all, at steps {', '.join(map(str, steps[:SHOWN]))}{more}"
+
+
+class NotJudged(Exception):
+    """A log that a rule cannot judge, with the reason."""
+
+
+# Compare the learning rates of a log with the schedule that the configuration describes.
+
+TOLERANCE = 0.01  # of the peak: logs round, and some to three digits
+SHIFTS = (0, -1, 1)  # a step may be logged before or after its rate is set, or counted from 1
+KINDS = ("constant", "constant_with_warmup", "linear", "cosine")
+NAMES = {
+    "kind": ("lr_scheduler_type", "lr_scheduler", "lr_schedule", "schedule", "scheduler"),
+    "peak": ("learning_rate", "lr", "peak_lr", "max_lr"),
+    "warmup": ("warmup_steps", "num_warmup_steps", "warmup_iters", "lr_warmup_iters"),
+    "ratio": ("warmup_ratio", "lr_warmup_fraction"),
+    "steps": ("max_steps", "total_steps", "num_training_steps", "train_iters", "training_steps"),
+    "floor": ("min_lr",),
+}
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A learning rate by step.
+
+    Attributes:
+        kind: "constant", "linear" or "cosine".
+        peak: The rate after the warm-up.
+        warmup: Steps over which it rises from 0.
+        steps: Steps of the run, after which a linear or cosine one has reached `floor`.
+        floor: The last rate.
+    """
+
+    kind: str
+    peak: float
+    warmup: int = 0
+    steps: int = 0
+    floor: float = 0.0
+
+    def rate(self, step: int) -> float:
+        """Return the rate at a step; the first is 0, and one before it has the rate of the first."""
+        step = max(step, 0)
+        if step < self.warmup:
+            return self.peak * step / self.warmup
+        if self.kind == "constant":
+            return self.peak
+        part = min((step - self.warmup) / max(self.steps - self.warmup, 1), 1.0)
+        share = 1 - part if self.kind == "linear" else (1 + math.cos(math.pi * part)) / 2
+        return self.floor + (self.peak - self.floor) * share
+
+    def __str__(self) -> str:
+        warm = f", {self.warmup} steps of warm-up" if self.warmup else ", no warm-up"
+        return f"{self.kind}{warm}"
+
+
+def find(config: Mapping[str, Any], names: Sequence[str]) -> Any:
+    """Return the first value with one of the names, of a nested configuration the outer one; None if there is none."""
+    for name in names:
+        if config.get(name) is not None and not isinstance(config[name], Mapping):
+            return config[name]
+    inner = (find(each, names) for each in config.values() if isinstance(each, Mapping))
+    return next((value for value in inner if value is not None), None)
+
+
+def schedule_in(config: Mapping[str, Any], max_steps: int | None = None) -> Schedule:
+    """Return the schedule that a configuration describes.
+
+    Args:
+        config: TrainingArguments as a dictionary, or a file of similar names.
+        max_steps: The steps of the run, if the configuration counts epochs.
+
+    Raises:
+        NotJudged: If it describes none that is known here, with the reason.
+    """
+    kind = str(find(config, NAMES["kind"]) or "").lower().removeprefix("schedulertype.")
+    if kind not in KINDS:
+        said = f"{kind!r}, of {', '.join(KINDS)} that are known" if kind else "no lr_scheduler_type"
+        raise NotJudged(f"the configuration has {said}")
+    numbers = {name: number_of(find(config, NAMES[name])) for name in NAMES if name != "kind"}
+    wrong = [
+        name for name, value in numbers.items() if value is not None and not math.isfinite(value)
+    ]
+    if wrong or not (numbers["peak"] or 0) > 0:
+        raise NotJudged(f"the configuration has no usable {wrong[0] if wrong else 'learning_rate'}")
+    steps = int(numbers["steps"] or 0)
+    steps = steps if steps > 0 else max_steps or 0
+    warmup, ratio = numbers["warmup"] or 0.0, numbers["ratio"] or 0.0
+    share = warmup if 0 < warmup < 1 else ratio if warmup <= 0 else 0.0
+    if steps < 1 and (share or kind in ("linear", "cosine")):
+        raise NotJudged("neither the configuration nor the log has max_steps")
+    warm = math.ceil(steps * share) if share else max(int(warmup), 0)
+    if kind == "constant":  # which transformers does not warm up
+        warm = 0
+    return Schedule(
+        kind.removesuffix("_with_warmup"),
+        numbers["peak"] or 0.0,
+        warm,
+        steps,
+        numbers["floor"] or 0.0,
+    )
+
+
+def misses(
+    schedule: Schedule, points: Sequence[Point], shift: int
+) -> list[tuple[int, float, float]]:
+    """Return step, rate and expected rate wherever they differ by more than the tolerance."""
+    pairs = ((step, rate, schedule.rate(step + shift)) for step, rate in points)
+    most = TOLERANCE * schedule.peak
+    return [(step, rate, wanted) for step, rate, wanted in pairs if abs(rate - wanted) > most]
+
+
+def fewest_misses(schedule: Schedule, points: Sequence[Point]) -> list[tuple[int, float, float]]:
+    """Return the misses of the shift that fits best."""
+    return min((misses(schedule, points, shift) for shift in SHIFTS), key=len)
+
+
+def what_fits(schedule: Schedule, points: Sequence[Point]) -> str:
+    """Return what the rates would fit: another factor, kind or warm-up; empty if none of these."""
+    for shift in SHIFTS:
+        pairs = [(rate, schedule.rate(step + shift)) for step, rate in points]
+        ratios = sorted(r / wanted for r, wanted in pairs if wanted > TOLERANCE * schedule.peak)
+        factor = ratios[len(ratios) // 2] if ratios else 0.0
+        if factor > 0 and not misses(
+            replace(schedule, peak=schedule.peak * factor, floor=schedule.floor * factor),
+            points,
+            shift,
+        ):
+            return f"they are {factor:.4g} times the configured ones"
+    for kind in ("constant", "linear", "cosine"):
+        for warmup in dict.fromkeys((schedule.warmup, 0)):
+            other = replace(schedule, kind=kind, warmup=warmup)
+            if (kind == "constant" or schedule.steps) and not fewest_misses(other, points):
+                return f"they fit this schedule: {other}"
+    return ""
+
+
+def follows_schedule(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
+    """Check that the learning rate of every step is that of the configuration."""
+    config = limits.config if limits.config is not None else log.config
+    if config is None:
+        raise NotJudged("no configuration was given (--config)")
+    points = log.finite.get("lr", ())
+    if not points or not log.numbered:
+        raise NotJudged("the log has no learning rate" if not points else "entries have no step")
+    schedule = schedule_in(config, log.max_steps)
+    wrong = fewest_misses(schedule, points)
+    if wrong:
+        step, rate, wanted = wrong[0]
+        fits = what_fits(schedule, points)
+        yield LogFinding(
+            "schedule",
+            "error",
+            step,
+            f"the learning rate is {rate:.4g} and the configuration ({schedule}, peak {schedule.peak:g}) has "
+            f"{wanted:.4g}; {len(wrong)} of {len(points)} entries differ by more than {TOLERANCE:.0%} of the peak"
+            + (f"; {fits}" if fits else ""),
+            claim="rates-follow-the-configuration",
+        )
+
+
+# Find the alarms of a long curve: those of `Drift`, value by value, in a fraction of its time.
+#
+# [Note: where no alarm can be]
+# `Drift` compares each value with the 128 before it. The windows of 8 consecutive values share 121
+# values. Their order statistics bound the median and the deviation of all 8 windows, and so each
+# score from above. A sum of bounds is never below the sum of scores. Where it is empty, the sum of
+# scores is empty too, and `Drift` would have no memory but its window and its means. From such a
+# place on, `Drift` itself runs wherever the bounds allow an alarm. What it finds is what it would
+# have found on the whole curve.
+
+TOGETHER = 8  # values whose windows are bounded together
+SHARED = WINDOW - TOGETHER + 1  # values that all of their windows have
+ROWS = 8192  # windows that are sorted at a time
+MARGIN = 1e-6  # more than the rounding errors of a bound and of its sum
+Floats = npt.NDArray[np.float64]
+
+
+def alarms_of(values: Sequence[float], *, log: bool = False) -> Iterator[tuple[int, Reading]]:
+    """Yield place and reading of every alarm, as `Drift` gives them.
+
+    Args:
+        values: Finite numbers.
+        log: As of `Drift`.
+    """
+    at, detector = 0, Drift(log=log)
+    for start, end in suspects(np.array(values, dtype=np.float64), log):
+        if start > at:
+            at, detector = start, primed(values, at, start, detector)
+        while at < len(values) and (at < end or is_busy(detector)):
+            reading = detector.add(values[at])
+            if reading.is_alarm:
+                yield at, reading
+            at += 1
+
+
+def primed(values: Sequence[float], at: int, start: int, before: Drift) -> Drift:
+    """Return a detector that remembers the window before `start`, the means of the curve, and nothing else.
+
+    Args:
+        values: The curve.
+        at: How many of its values `before` has taken.
+        start: The next value to judge.
+        before: The detector so far.
+    """
+    for value in values[at:start]:
+        before.average(value)
+    detector = Drift(log=before.log)
+    for value in values[start - WINDOW : start]:
+        detector.learn(math.log(max(value, 1e-300)) if before.log else value)
+    detector.mean, detector.lowest, detector.start = before.mean, before.lowest, before.start
+    detector.count = before.count
+    return detector
+
+
+def is_busy(detector: Drift) -> bool:
+    """Return whether a detector remembers more than its window."""
+    return detector.sum > 0 or detector.quiet > 0 or detector.above  # and so after a shift
+
+
+def suspects(values: Floats, log: bool) -> Iterator[tuple[int, int]]:
+    """Yield the parts of a curve that may have an alarm; each begins where no sum is kept. See the note above."""
+    first = min(2 * WINDOW, len(values))
+    yield 0, first
+    if len(values) <= first:
+        return
+    seen = np.log(np.maximum(values, 1e-300)) if log else values
+    with np.errstate(over="ignore", invalid="ignore"):  # what overflows is a suspect
+        bounds = upper_scores(seen, first, log)
+    sums = np.cumsum(np.minimum(bounds, CUT) - SLACK + MARGIN)
+    lowest = np.minimum(np.minimum.accumulate(sums), 0.0)
+    is_danger = (sums - lowest > LIMIT - MARGIN) | (bounds > SPIKE - MARGIN)
+    dangers, empty = np.flatnonzero(is_danger), np.flatnonzero(sums <= lowest)
+    before = np.searchsorted(empty, dangers)  # 0: the sum has not been empty yet
+    starts = np.concatenate([[-1 - first], empty])[before] + 1 + first
+    for start, danger in zip(starts.tolist(), dangers.tolist(), strict=True):
+        yield start, first + danger + 1
+
+
+def upper_scores(seen: Floats, first: int, log: bool) -> Floats:
+    """Return a number that the score of each value from `first` on does not exceed.
+
+    Of the 121 shared values in their order, the median of a window is at least the 58th and at most the 65th, because
+    the window has 7 others. At most 64 of its 128 values are nearer to the median than both the 90th is to the 65th
+    and the 32nd to the 58th, so that the deviation is not smaller.
+    """
+    count = len(seen) - first
+    windows = np.lib.stride_tricks.sliding_window_view(seen, SHARED)[first - SHARED :: TOGETHER]
+    half = WINDOW // 2
+    low, high = half - (TOGETHER - 1), half
+    spare = half - 2 * (TOGETHER - 1) + 1  # of values that may be nearer
+    right, left = high + spare // 2, low - (spare - spare // 2)
+    out = np.empty(len(windows) * TOGETHER)
+    for at in range(0, len(windows), ROWS):
+        rows = np.sort(windows[at : at + ROWS], axis=1)
+        nearest = np.minimum(rows[:, right] - rows[:, high], rows[:, low] - rows[:, left])
+        size = np.maximum(np.maximum(rows[:, low], -rows[:, high]), 0.0)
+        least = np.maximum(1.4826 * nearest, 1e-3 if log else 1e-3 * size + 1e-12)
+        start = first + at * TOGETHER
+        some = np.zeros(len(rows) * TOGETHER)
+        given = seen[start : start + len(some)]
+        some[: len(given)] = given
+        above = np.maximum(some.reshape(-1, TOGETHER) - rows[:, [low]], 0.0) / least[:, None]
+        out[at * TOGETHER : at * TOGETHER + len(some)] = above.ravel()
+    return np.nan_to_num(out[:count], nan=np.inf, posinf=np.inf)
+
 
 RISE, SPAN = 0.05, 500  # the most that it may rise, over so many steps
 FLAT, FLAT_SPAN = 0.001, 2000  # a mean that falls by less than this share over so many steps

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 
 from isobit.errors import ArgumentError
 from isobit.guards.run_log.curves import Point, RunLog
-from isobit.guards.run_log.findings import Limits, LogFinding
-from isobit.guards.run_log.rules import readable
+from isobit.guards.run_log.rules import Limits, LogFinding, readable
 
 
 @dataclass(frozen=True)

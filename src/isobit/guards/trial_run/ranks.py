@@ -11,12 +11,10 @@ import sys
 if __name__ == "__main__" and sys.path[:1] == [os.path.dirname(os.path.abspath(__file__))]:
     del sys.path[0]
 
-import functools
-import importlib.util
 import json
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -108,8 +106,6 @@ def preflight_ranks(
             )
 
         accelerator = {"auto": program.accelerator, "cpu": ""}.get(device, device)
-        if accelerator:
-            stack.enter_context(without_triton())
         world = World(ranks, watch=("bits", "training"), strict=False, accelerator=accelerator)
         found, result = run_world(world, run, program)
     reports = {r: v for r, v in enumerate(result.values) if isinstance(v, PreflightReport)}
@@ -128,22 +124,6 @@ def preflight_ranks(
     report = combine(reports, found, seen, orders, result.not_judged)
     refuse_unseen(report)
     return report
-
-
-@contextmanager
-def without_triton() -> Iterator[None]:
-    """Answer libraries that ask for Triton that it is not there: it compiles for a GPU, which the CPU does not run."""
-    plain = importlib.util.find_spec
-
-    @functools.wraps(plain)
-    def find(name: str, package: str | None = None) -> Any:
-        return None if name == "triton" else plain(name, package)
-
-    importlib.util.find_spec = find
-    try:
-        yield
-    finally:
-        importlib.util.find_spec = plain
 
 
 def run_world(world: World, run: Any, program: Script) -> tuple[list[PreflightFinding], Result]:

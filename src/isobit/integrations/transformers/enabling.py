@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from isobit.comparing.checkpoints.rotary_frequencies import warn_of_rounded_frequencies
+from isobit.comparing.checkpoints.weight_digests import warn_of_rounded_frequencies
 from isobit.errors import UnsupportedError
 from isobit.integrations.transformers import modules
 from isobit.integrations.transformers.families import find_family, plan

@@ -25,8 +25,7 @@ from isobit.ops.share import as_partial, check_share, share_in_force
 from isobit.ops.softmax.op import softmax
 from isobit.order.samples import Samples
 from isobit.parallel.tensor.shard import tp_group_of
-from isobit.parallel.tensor.vocab_logits import vocab_logits
-from isobit.parallel.tensor.vocab_logprob import vocab_cross_entropy, vocab_logprob
+from isobit.parallel.tensor.vocab import vocab_cross_entropy, vocab_logits, vocab_logprob
 from isobit.sampling.support import Truncation
 
 ROWS_AT_ONCE = 256  # whose logits are in memory

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isobit.comparing.checkpoints.rotary_frequencies import warn_of_rounded_frequencies
+from isobit.comparing.checkpoints.weight_digests import warn_of_rounded_frequencies
 from isobit.errors import UnsupportedError
 from isobit.integrations.transformers.head import logits_of
 from isobit.integrations.transformers.layout import Layout, current_layout, in_force
@@ -25,11 +25,10 @@ from isobit.ops.rotary.op import rotary
 from isobit.ops.swiglu.op import swiglu
 from isobit.order.plan import FEATURE_CAP
 from isobit.order.samples import Samples
-from isobit.parallel.tensor.column_linear import column_linear_group
 from isobit.parallel.tensor.head_norm import head_norm
-from isobit.parallel.tensor.row_linear import row_linear
+from isobit.parallel.tensor.linear import column_linear_group, row_linear
 from isobit.parallel.tensor.shard import tp_group_of
-from isobit.parallel.tensor.vocab_embedding import vocab_embedding
+from isobit.parallel.tensor.vocab import vocab_embedding
 
 ATTENTION = "isobit"  # our name in transformers' registry of attention functions
 LAYOUT = "isobit_layout"  # the keyword that takes a layout through transformers' own forwards

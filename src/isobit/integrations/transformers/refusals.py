@@ -277,3 +277,11 @@ def refuse_wrapper(model: Any) -> None:
         )
     if isinstance(getattr(model, "module", None), nn.Module):
         refuse(expected, f"a wrapper, {shown}", "pass the model itself, wrapper.module")
+    stock = library().PreTrainedModel
+    held = [name for name, child in model.named_children() if isinstance(child, stock)]
+    if held and not isinstance(model, stock):  # a LightningModule, or a module of one's own
+        refuse(
+            expected,
+            f"{shown}, which has one as its attribute {held[0]}",
+            f"pass the model itself: isobit.enable(module.{held[0]})",
+        )

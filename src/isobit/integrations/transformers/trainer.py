@@ -21,10 +21,9 @@ from isobit.foundation.file_digests import digest_files, first_damaged
 from isobit.foundation.files import write_text
 from isobit.integrations.transformers.state import require_state
 from isobit.order.plan import VERSION
-from isobit.parallel.data.global_batch import GlobalBatch
+from isobit.parallel.data.global_batch import GlobalBatch, GlobalBatchSampler
 from isobit.parallel.data.grad_norm import clip_grad_norm_
 from isobit.parallel.data.gradients import Gradients
-from isobit.parallel.data.sampler import GlobalBatchSampler
 
 # Written last into a checkpoint folder. transformers writes the other files one after another, and resumes without
 # a word from a folder that has weights and no optimizer.

@@ -1,6 +1,6 @@
 """The backend `isobit` of vLLM's weight transfer: a checkpoint in a folder, with the digests of what was sent.
 
-See [Note: a checked transfer] in isobit.comparing.rollouts.transferring. vLLM's own backends need GPUs.
+See [Note: a checked transfer] in isobit.comparing.rollouts.weights. vLLM's own backends need GPUs.
 """
 
 from __future__ import annotations

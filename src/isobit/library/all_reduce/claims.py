@@ -16,7 +16,7 @@ from isobit.ops.portable.rounding import settle_nans
 from isobit.order.addition import Branch
 from isobit.order.tree import merge
 from isobit.parallel.collectives.elementwise_add import add_rows, add_two
-from isobit.parallel.collectives.recursive_halving import bit_reversed_spans, halving_rounds
+from isobit.parallel.collectives.transfers import bit_reversed_spans, halving_rounds
 from isobit.reveal.targets.tensor_target import TensorTarget
 
 Subject = Callable[[Tensor], Tensor]  # [elements, ranks] -> [elements]

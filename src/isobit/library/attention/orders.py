@@ -19,7 +19,7 @@ from isobit.order.evaluate import leaf_tree
 from isobit.order.plan import ATTENTION_BLOCK, ATTENTION_CHUNK, LANES
 from isobit.order.samples import Samples
 from isobit.reveal.targets.products import backward_of
-from isobit.reveal.targets.rows import softmax as denominator
+from isobit.reveal.targets.sums import softmax as denominator
 from isobit.reveal.targets.tensor_target import TensorTarget
 
 KEYS = (60, 64, 65, 130, 200)  # around and across the edges of blocks

@@ -22,7 +22,7 @@ from isobit.ops.logprob.op import IGNORED
 from isobit.ops.portable.elementary import exp_nonpositive, log_positive
 from isobit.order.samples import Samples
 from isobit.reveal.targets.products import backward_of
-from isobit.reveal.targets.rows import log_or_nothing
+from isobit.reveal.targets.sums import log_or_nothing
 from isobit.reveal.targets.tensor_target import TensorTarget
 
 Picked = Callable[

@@ -20,8 +20,8 @@ from isobit.gates.training.rank_layouts import RankLayout
 from isobit.gates.training.workload import find_workload
 from isobit.library.subjects import replaced
 from isobit.order.tree import Counter, Node
-from isobit.parallel.collectives import all_to_all
-from isobit.parallel.data import partial_gradients
+from isobit.parallel.collectives import transfers
+from isobit.parallel.data import reducer
 
 WORKLOAD = "tiny"
 LAYOUTS = (
@@ -107,7 +107,7 @@ def with_left_fold(drawn: Tensor) -> Iterator[Outcome]:
                 node, value = covering(first, node), total.add_(value)
             self.append((node, value))
 
-    with replaced(partial_gradients, "Counter", Fold):
+    with replaced(reducer, "Counter", Fold):
         yield from run_each(drawn.dtype)
 
 
@@ -125,7 +125,7 @@ def with_rounded_partials(drawn: Tensor) -> Iterator[Outcome]:
         def push(self, node: Any, value: Any) -> None:
             super().push(node, value.bfloat16().float())
 
-    with replaced(partial_gradients, "Counter", Rounded):
+    with replaced(reducer, "Counter", Rounded):
         yield from run_each(drawn.dtype)
 
 
@@ -146,7 +146,7 @@ def with_fold_by_rank(drawn: Tensor) -> Iterator[Outcome]:
     def wrong(rows: Sequence[Tensor], total: Tensor) -> None:
         total.copy_(reduce(torch.add, rows))
 
-    with replaced(all_to_all, "add_rows", wrong):
+    with replaced(transfers, "add_rows", wrong):
         yield from run_each(drawn.dtype)
 
 

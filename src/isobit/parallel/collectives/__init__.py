@@ -1,5 +1,5 @@
 """All-reduce, reduce-scatter and all-gather whose order of addition is fixed by rank.
 
-Start with `tree_collectives.py`, the public functions. `recursive_halving.py` explains the order,
-`send_recv.py` and `all_to_all.py` are the two ways to move the bytes.
+Start with `tree_collectives.py`, the public functions. `transfers.py` explains the order in
+[Note: the reduction tree over ranks] and has the two ways to move the bytes: messages and all-to-all.
 """

@@ -20,21 +20,19 @@ from isobit.order.tree import Node
 from isobit.parallel.collectives.levels import Group
 from isobit.parallel.collectives.tree_collectives import all_reduce, all_reduce_rounded
 from isobit.parallel.data.global_batch import GlobalBatch
-from isobit.parallel.data.gradient_hooks import (
+from isobit.parallel.data.reducer import (
+    PartialGradients,
+    check_any_gradient,
+    check_not_distributed,
+    check_not_tied,
+    check_rank_order,
+    check_same_parameters,
     expect_partial_gradients,
     own_gradient,
     register_hooks,
     restore_grad_dtype,
     trained_parameters,
 )
-from isobit.parallel.data.partial_gradients import PartialGradients
-from isobit.parallel.data.reducer_checks import (
-    check_any_gradient,
-    check_not_distributed,
-    check_rank_order,
-    check_same_parameters,
-)
-from isobit.parallel.data.tied_weights import check_not_tied
 
 
 class DdpReducer:

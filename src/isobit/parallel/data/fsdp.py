@@ -26,8 +26,11 @@ from isobit.parallel.collectives.elementwise_add import add_into
 from isobit.parallel.collectives.levels import Group, Levels, ranks_of
 from isobit.parallel.collectives.tree_collectives import reduce_scatter
 from isobit.parallel.data.global_batch import GlobalBatch
-from isobit.parallel.data.reducer_checks import check_no_leftover_gradients, check_same_parameters
-from isobit.parallel.data.tied_weights import check_not_tied
+from isobit.parallel.data.reducer import (
+    check_no_leftover_gradients,
+    check_not_tied,
+    check_same_parameters,
+)
 
 
 class TreeReduceScatter(ReduceScatter):

@@ -11,10 +11,9 @@ from isobit.errors import UnsupportedError
 from isobit.ops.exact_sum.op import exact_state_anywhere
 from isobit.ops.unfinished import refuse_unfinished
 from isobit.optim import norm_of, scale_by_norm
-from isobit.parallel.collectives.levels import Group
-from isobit.parallel.collectives.rank_group import RankGroup
+from isobit.parallel.collectives.levels import Group, RankGroup
 from isobit.parallel.data.loss_meter import add_states
-from isobit.parallel.tensor.local_shards import counted_here, find_shards, is_dtensor
+from isobit.parallel.tensor.shard import counted_here, find_shards, is_dtensor
 
 
 @torch.no_grad()

@@ -7,40 +7,116 @@ subtree of that tree (global_batch.py), so its gradient is the unrounded value o
 
 1. `Gradients.micro_batch(i)` opens share i. Operators that are called inside return fp32 partial
    gradients of that share and mark them (ops/share.py).
-2. Hooks take each parameter's gradient as autograd delivers it, check the mark (gradient_checks.py)
-   and push it into the parameter's binary counter (partial_gradients.py). The counter adds two
+2. Hooks take each parameter's gradient as autograd delivers it, check the mark (below)
+   and push it into the parameter's binary counter (reducer.py). The counter adds two
    partial gradients as soon as they are siblings in the tree, like a carry in binary addition.
 3. In the last micro-batch the counter's root is this rank's whole subtree. The roots of all ranks
    are all-reduced in buckets along [Note: the reduction tree over ranks], which is the upper part
    of the same sample tree.
 4. One rounding into `p.grad`.
 
-What differs per wrapper is who launches step 3: hooks (plain_reducer.py), DDP's communication hook
+What differs per wrapper is who launches step 3: hooks (reducer.py), DDP's communication hook
 (ddp.py), or FSDP2's reduce-scatter, which runs after every micro-batch (fsdp.py). The bits do not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
-from isobit.errors import ArgumentError
-from isobit.ops.share import Share, collecting
+from isobit.errors import ArgumentError, UnsupportedError
+from isobit.ops.share import Share, collecting, is_partial
 from isobit.ops.unfinished import Unfinished
-from isobit.parallel.collectives.levels import Group, rank_count, rank_in, ranks_of
-from isobit.parallel.collectives.rank_group import RankGroup
+from isobit.parallel.collectives.levels import Group, RankGroup, rank_count, rank_in, ranks_of
 from isobit.parallel.data.ddp import DdpReducer
 from isobit.parallel.data.fsdp import FsdpReducer
 from isobit.parallel.data.global_batch import GlobalBatch
-from isobit.parallel.data.gradient_checks import GradientChecks
-from isobit.parallel.data.plain_reducer import PlainReducer
-from isobit.parallel.data.reducer import GradientReducer
+from isobit.parallel.data.reducer import GradientReducer, PlainReducer
 from isobit.parallel.same_environment import require_same_training
+
+# Checks of each gradient that autograd delivers to a parameter inside a micro-batch.
+
+ONE_USE = (
+    "call each module once per micro-batch: join its inputs into one call, or give each call a "
+    "module of its own that shares the weight"
+)
+OURS = (
+    "compute what is trained by isobit's operators (isobit.nn.Linear, isobit.embedding, "
+    "isobit.rms_norm, …), without torch.compile; or freeze it by requires_grad_(False)"
+)
+
+
+class GradientChecks:
+    """Requires one gradient per parameter and micro-batch, from one isobit operator.
+
+    See [Note: one delivery per parameter] in ops/share.py. A hook on a leaf sees the sum of all
+    uses before it becomes `p.grad`.
+    """
+
+    def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Register a hook on each of these (name, leaf) pairs."""
+        self._share: Share | None = None
+        self._delivered: set[int] = set()
+        self._leaves = list(named)
+        self._hooks = [self._watch(name, leaf) for name, leaf in self._leaves]
+
+    def _watch(self, name: str, leaf: Tensor) -> RemovableHandle:
+        hook: RemovableHandle = leaf.register_hook(partial(self._check, name, id(leaf)))  # type: ignore[no-untyped-call]
+        return hook
+
+    def begin(self, share: Share) -> None:
+        """Expect one gradient of this share for every parameter.
+
+        Hooks run in the order in which they were registered. Ours is moved behind those that were
+        registered later, so that it sees a gradient that another hook has changed.
+        """
+        self._share = share
+        self._delivered.clear()
+        for at, (name, leaf) in enumerate(self._leaves):
+            if next(reversed(leaf._backward_hooks or {}), None) != self._hooks[at].id:
+                self._hooks[at].remove()
+                self._hooks[at] = self._watch(name, leaf)
+
+    def end(self) -> None:
+        """Stop checking: a backward from here on belongs to the user."""
+        self._share = None
+
+    def _check(self, name: str, leaf: int, grad: Tensor) -> None:
+        share = self._share
+        if share is None:
+            return
+        if leaf in self._delivered:
+            raise UnsupportedError(
+                expected="one backward in each micro-batch",
+                received=f"a second gradient of {name}",
+                remedy="add the losses of a micro-batch, and call backward once",
+            )
+        if not is_partial(grad, share):
+            used = leaf in share.used
+            why = (
+                "several calls, a stock operator or another micro-batch added"
+                if used
+                else "a stock operator led"
+            )
+            raise UnsupportedError(
+                expected="a gradient that one isobit operator computed, of the samples of this "
+                "micro-batch",
+                received=f"the gradient of {name}, to which {why}",
+                remedy=f"{ONE_USE}; {OURS}" if used else OURS,
+            )
+        self._delivered.add(leaf)
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
 
 
 class Gradients:

@@ -15,8 +15,7 @@ from isobit.errors import ArgumentError, UnsupportedError
 from isobit.ops.exact_sum.op import exact_state, round_state
 from isobit.ops.exact_sum.portable import DIGITS, LOWEST, to_digits
 from isobit.order.exact_sum import round_fp32
-from isobit.parallel.collectives.levels import Group
-from isobit.parallel.collectives.rank_group import RankGroup
+from isobit.parallel.collectives.levels import Group, RankGroup
 
 # A state's digits are below 2^32, except the last, which has room to spare: an int64 sum of digits
 # over this many ranks does not overflow.

@@ -1,4 +1,4 @@
 """Tensor parallelism: layers that are split over ranks and have the bits of the unsplit layer.
 
-Start with `styles.py` (plans for parallelize_module) and `row_linear.py` (one whole operator).
+Start with `styles.py` (plans for parallelize_module) and `RowParallelLinear` in `linear.py` (one whole operator).
 """

@@ -17,8 +17,7 @@ from isobit.ops.rms_norm import partial
 from isobit.ops.share import as_partial, check_share, share_in_force
 from isobit.order.plan import FEATURE_CAP
 from isobit.order.samples import Samples
-from isobit.parallel.tensor.parameter_grads import samples_of
-from isobit.parallel.tensor.tensor_parallel_group import TensorParallelGroup
+from isobit.parallel.tensor.tensor_parallel_group import TensorParallelGroup, samples_of
 
 
 def head_norm(

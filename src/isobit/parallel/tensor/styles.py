@@ -11,10 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from isobit.errors import UnsupportedError
-from isobit.parallel.tensor.column_linear import ColumnParallelLinear
-from isobit.parallel.tensor.row_linear import RowParallelLinear
+from isobit.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from isobit.parallel.tensor.tensor_parallel_group import TensorParallelGroup
-from isobit.parallel.tensor.vocab_embedding import VocabParallelEmbedding
+from isobit.parallel.tensor.vocab import VocabParallelEmbedding
 
 
 class ColwiseParallel(ParallelStyle):

@@ -4,11 +4,17 @@ Every target takes the number of terms `k` first, then the shape of the call, so
 many configurations.
 """
 
-from isobit.reveal.targets.attention import attention, embedding_grad
-from isobit.reveal.targets.products import bias_grad, input_grad, linear, matmul, weight_grad
+from isobit.reveal.targets.products import (
+    attention,
+    bias_grad,
+    embedding_grad,
+    input_grad,
+    linear,
+    matmul,
+    weight_grad,
+)
 from isobit.reveal.targets.ranks import Ranks
-from isobit.reveal.targets.rows import layer_norm, log_softmax, rms_norm, softmax
-from isobit.reveal.targets.sums import mean, of, sum
+from isobit.reveal.targets.sums import layer_norm, log_softmax, mean, of, rms_norm, softmax, sum
 
 __all__ = [
     "Ranks",

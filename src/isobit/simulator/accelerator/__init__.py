@@ -6,5 +6,5 @@ call of torch goes through a mode (`tensors.py`) that replaces the device in its
 results the device of its arguments, so that `x.device`, `.cpu()` and `.to()` answer as on a GPU: a copy is made exactly
 where one would be. Gradients are made in C++ and get their device when they are read. `torch.cuda` and
 `torch.accelerator` are replaced by functions of the current rank (`functions.py`); streams and events do nothing, since
-calls are carried out in their order (`streams.py`). What is not served raises an UnsupportedError with its name.
+calls are carried out in their order. What is not served raises an UnsupportedError with its name.
 """

@@ -2,22 +2,147 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from types import SimpleNamespace
+from types import SimpleNamespace, TracebackType
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from torch.utils.data import dataloader
+from torch.utils.data._utils import pin_memory
 
 from isobit.errors import UnsupportedError
 from isobit.simulator import rank as ranks
-from isobit.simulator.accelerator.files import devices_in_files
-from isobit.simulator.accelerator.loaders import pinned_by_ranks
 from isobit.simulator.accelerator.modules import npu_in_torch
-from isobit.simulator.accelerator.streams import ServedEvent, ServedStream
-from isobit.simulator.accelerator.tensors import served_index
-from isobit.simulator.program.replaced import replaced
+from isobit.simulator.accelerator.tensors import devices_in_files, served_index
+from isobit.simulator.program.process_state import replaced
+from isobit.simulator.rank import current
+
+# Streams and events of served devices. Calls are carried out in their order, so that nothing has to wait.
+
+
+class ServedEvent:
+    """An event: it has happened once it was recorded, at the virtual time of its rank."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """Accept what torch.cuda.Event accepts."""
+        self.at: int | None = None
+
+    def record(self, stream: Any = None) -> None:
+        """Note the time."""
+        self.at = current().clock
+
+    def wait(self, stream: Any = None) -> None:
+        """Do nothing: what was called before has been carried out."""
+
+    def synchronize(self) -> None:
+        """Do nothing."""
+
+    def query(self) -> bool:
+        """Return True."""
+        return True
+
+    def elapsed_time(self, end: ServedEvent) -> float:
+        """Return the virtual milliseconds between two events."""
+        if self.at is None or end.at is None:
+            raise ValueError("both events must be recorded before the elapsed time is calculated")
+        return (end.at - self.at) / 1e3
+
+
+class ServedStream:
+    """A stream: all streams of a rank are one."""
+
+    cuda_stream = stream_id = 0
+    priority = 0
+
+    def __init__(self, device: Any = None, priority: int = 0, **options: Any) -> None:
+        """Accept what torch.cuda.Stream accepts."""
+        self.priority = priority
+
+    @property
+    def device(self) -> torch.device:
+        """The current device of the rank."""
+        return torch.device(current().accelerator, current().device)
+
+    def wait_stream(self, stream: Any) -> None:
+        """Do nothing."""
+
+    def wait_event(self, event: Any) -> None:
+        """Do nothing."""
+
+    def synchronize(self) -> None:
+        """Do nothing."""
+
+    def query(self) -> bool:
+        """Return True."""
+        return True
+
+    def is_capturing(self) -> bool:
+        """Return False: there are no graphs."""
+        return False
+
+    def record_event(self, event: ServedEvent | None = None) -> ServedEvent:
+        """Record an event."""
+        event = ServedEvent() if event is None else event
+        event.record(self)
+        return event
+
+    def __enter__(self) -> ServedStream:
+        """Make it current: nothing changes."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Leave it."""
+
+
+# DataLoaders with workers and pinned memory on a served device.
+#
+# torch pins batches in a thread of its own, which is no thread of the rank, so that it finds no device. Here the rank
+# pins each batch when it takes it: the same calls in the same order, without the thread.
+
+WithWorkers: Any = dataloader._MultiProcessingDataLoaderIter
+pin: Any = pin_memory.pin_memory  # untyped in torch
+
+
+def without_thread(plain: Callable[..., None]) -> Callable[..., None]:
+    """Return a constructor of iterators that start no thread to pin memory, if they have workers."""
+
+    def construct(self: Any, loader: Any) -> None:
+        plain(self, loader)
+        if ranks.inside() and isinstance(self, WithWorkers):
+            self.pinned_by_rank, self._pin_memory = self._pin_memory, False
+
+    return construct
+
+
+def pinned(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that takes the next batch, and pins it."""
+
+    def next_data(self: Any) -> Any:
+        data = plain(self)
+        return pin(data) if getattr(self, "pinned_by_rank", False) else data
+
+    return next_data
+
+
+@contextmanager
+def pinned_by_ranks() -> Iterator[None]:
+    """Let ranks pin the batches of their workers."""
+    iterator: Any = dataloader._BaseDataLoaderIter
+    with (
+        replaced(iterator, "__init__", without_thread(vars(iterator)["__init__"])),
+        replaced(WithWorkers, "_next_data", pinned(vars(WithWorkers)["_next_data"])),
+    ):
+        yield
+
 
 MEMORY = 80 << 30  # bytes of a served device
 NAME = "isobit simulated device"
@@ -289,6 +414,22 @@ def replace_functions(stack: ExitStack, module: Any, table: dict[str, Any], name
 
 
 @contextmanager
+def without_triton() -> Iterator[None]:
+    """Answer libraries that ask for Triton that it is not there: it compiles for a GPU, which the CPU does not run."""
+    plain = importlib.util.find_spec
+
+    @functools.wraps(plain)
+    def find(name: str, package: str | None = None) -> Any:
+        return None if name == "triton" else plain(name, package)
+
+    importlib.util.find_spec = find
+    try:
+        yield
+    finally:
+        importlib.util.find_spec = plain
+
+
+@contextmanager
 def served_functions(kind: str) -> Iterator[None]:
     """Replace the functions while a world that serves devices runs."""
     if not kind:
@@ -312,4 +453,5 @@ def served_functions(kind: str) -> Iterator[None]:
         stack.enter_context(without_record_stream())
         stack.enter_context(devices_in_files())
         stack.enter_context(pinned_by_ranks())
+        stack.enter_context(without_triton())
         yield

@@ -25,8 +25,8 @@ from torch.utils.data.distributed import DistributedSampler
 from isobit.simulator import rank as ranks
 from isobit.simulator.call_sites import user_line
 from isobit.simulator.checkers.step_record import digest, is_constant, local_gradient
-from isobit.simulator.checkers.training_findings import TrainingFinding
-from isobit.simulator.program.replaced import replaced
+from isobit.simulator.findings import TrainingFinding
+from isobit.simulator.program.process_state import replaced
 
 
 @dataclass(frozen=True)

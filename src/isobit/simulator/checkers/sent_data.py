@@ -8,11 +8,10 @@ from torch import Tensor
 
 from isobit import bits
 from isobit.errors import ArgumentError, CorruptionError, NonFiniteError
-from isobit.simulator.checkers.overwritten_buffers import changed_early, mark_of
+from isobit.simulator.checkers.pending_buffers import changed_early, mark_of
 from isobit.simulator.checkers.training import Training
-from isobit.simulator.collectives import Call
+from isobit.simulator.collectives import Call, Message, Operation, Receive
 from isobit.simulator.findings import Findings
-from isobit.simulator.operations import Message, Operation, Receive
 
 WATCHES = ("bits", "finite", "reads", "training", "devices")
 

@@ -26,19 +26,19 @@ from isobit.foundation.majority import count_votes, name_ranks
 from isobit.simulator import probe
 from isobit.simulator import rank as ranks
 from isobit.simulator.call_sites import user_line
-from isobit.simulator.checkers.data_parallel import DataParallel
 from isobit.simulator.checkers.habits import Habits, check_ends, watching_habits
 from isobit.simulator.checkers.replicas import (
     Compared,
+    DataParallel,
     Pair,
     check_step,
     check_tensor,
     find_replicas,
 )
-from isobit.simulator.checkers.step_copies import StepCopies
 from isobit.simulator.checkers.step_record import (
     Start,
     Step,
+    StepCopies,
     copy_if_small,
     digest,
     is_constant,
@@ -49,10 +49,9 @@ from isobit.simulator.checkers.step_record import (
     settings_of,
     sharded_parameters,
 )
-from isobit.simulator.checkers.training_findings import LEADS_TO, TrainingFinding, as_error
 from isobit.simulator.collectives import Call, name_of
-from isobit.simulator.findings import Findings
-from isobit.simulator.memory import memory_of, overlap
+from isobit.simulator.findings import LEADS_TO, Findings, TrainingFinding, as_error
+from isobit.simulator.rank import memory_of, overlap
 
 MASKED = (
     Dropout1d,

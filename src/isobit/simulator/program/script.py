@@ -14,7 +14,7 @@ from typing import Any, TextIO
 from isobit.errors import ArgumentError
 from isobit.simulator import rank as ranks
 from isobit.simulator.accelerator.modules import kind_in
-from isobit.simulator.program.own_modules import modules_of
+from isobit.simulator.program.process_state import modules_of
 
 
 class RankBytes(io.RawIOBase):

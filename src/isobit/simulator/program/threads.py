@@ -24,12 +24,21 @@ import torch
 from isobit.errors import SimulationError, in_one_line
 from isobit.simulator import rank as ranks
 from isobit.simulator.accelerator.tensors import serving_devices
-from isobit.simulator.call_sites import INSTALLED, PYTHON, SIMULATOR, TORCH, skip_pass_through
-from isobit.simulator.checkers.pending_results import watching_reads
+from isobit.simulator.call_sites import (
+    INSTALLED,
+    PYTHON,
+    SIMULATOR,
+    TORCH,
+    is_user_file,
+    skip_pass_through,
+    user_stack,
+)
+from isobit.simulator.checkers.deadlock import endless_lines
+from isobit.simulator.checkers.pending_buffers import watching_reads
 from isobit.simulator.findings import Killed
 from isobit.simulator.program import waits
-from isobit.simulator.program.locks import OrderedSet
-from isobit.simulator.program.replaced import replaced
+from isobit.simulator.program.process_state import replaced
+from isobit.simulator.program.waits import OrderedSet
 from isobit.simulator.rank import Rank, StartedThread
 
 registry: Any = torch._C._distributed_c10d
@@ -284,3 +293,42 @@ def threads_of_ranks() -> Iterator[None]:
         ):
             stack.enter_context(replaced(threading.Thread, name, value))
         yield
+
+
+# A budget of lines: a rank that runs more lines of its own code in one turn than allowed is
+# reported.
+#
+# Unlike patience, which is real time, the budget does not depend on the machine. It counts lines of
+# the program, not of installed libraries, and costs about a microsecond for each, so that it is off
+# unless it is asked for.
+
+
+@contextmanager
+def counting_lines(rank: Rank, budget: int | None) -> Iterator[None]:
+    """Count the lines of the current thread; end it with a finding when one turn has more than `budget`."""
+    if budget is None:
+        yield
+        return
+    limit, turn, count = budget, -1, 0
+
+    def on_line(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal turn, count
+        if event == "line":
+            if turn != rank.schedule.turn:
+                turn, count = rank.schedule.turn, 0
+            count += 1
+            if count > limit and rank.findings.root is None:
+                rank.findings.root = endless_lines(rank.index, limit, user_stack(frame))
+                raise Killed("it ran too many lines")
+        return on_line
+
+    def on_call(frame: FrameType, event: str, argument: Any) -> Any:
+        path = frame.f_code.co_filename
+        return on_line if is_user_file(path) and not path.startswith(INSTALLED) else None
+
+    before = sys.gettrace()
+    sys.settrace(on_call)
+    try:
+        yield
+    finally:
+        sys.settrace(before)

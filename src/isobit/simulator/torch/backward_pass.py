@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.overrides
 
-from isobit.simulator.program.replaced import replaced
+from isobit.simulator.program.process_state import replaced
 
 _here = threading.local()
 

@@ -20,15 +20,11 @@ import torch.multiprocessing
 from isobit.errors import MismatchError, UnsupportedError
 from isobit.simulator import rank as ranks
 from isobit.simulator.accelerator.functions import served_functions
-from isobit.simulator.checkers.host_reads import watched_functions
-from isobit.simulator.program.clock import virtual_time
-from isobit.simulator.program.events import cooperative_selection
-from isobit.simulator.program.folder import folder_per_rank
-from isobit.simulator.program.locks import cooperative_locks
-from isobit.simulator.program.process_state import restore_state, save_state
-from isobit.simulator.program.replaced import replaced
+from isobit.simulator.checkers.pending_buffers import watched_functions
+from isobit.simulator.program.environment import folder_per_rank, variables_per_rank
+from isobit.simulator.program.process_state import replaced, restore_state, save_state
 from isobit.simulator.program.threads import threads_of_ranks
-from isobit.simulator.program.variables import variables_per_rank
+from isobit.simulator.program.waits import cooperative_locks, cooperative_selection, virtual_time
 from isobit.simulator.run import Run
 from isobit.simulator.torch import backend
 from isobit.simulator.torch.backward_pass import modes_in_backward

@@ -1,1 +1,0 @@
-"""A revealed order as a picture and a page; without torch."""
