@@ -19,7 +19,7 @@ from isobit.auditing.axes.variation import same_start
 from isobit.auditing.inputs import Inputs
 from isobit.auditing.judging.effects import outputs_of
 from isobit.foundation.machine import thread_count
-from isobit.integrations.transformers import tensor_parallel
+from isobit.integrations.transformers.tensor_parallel import shard as shard_model
 from isobit.integrations.transformers.state import find_state
 from isobit.parallel.tensor.column_linear import column_linear
 from isobit.parallel.tensor.row_linear import row_linear
@@ -45,7 +45,7 @@ def split_copy(model: nn.Module, plan: Plan, ranks: int) -> nn.Module:
     """Return this rank's part of a model; what is not split is shared with the model itself."""
     if find_state(model) is not None:
         mine = copy.deepcopy(model)
-        tensor_parallel.shard(mine, init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",)))
+        shard_model(mine, init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",)))
         return mine
     tensors = itertools.chain(model.parameters(), model.buffers())
     mine = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
