@@ -17,10 +17,10 @@ from transformers.activations import GELUActivation, SiLUActivation
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from benchmarks.judged_kernels import records_of
-from isobit.cli.check import chosen
-from isobit.cli.options.check import LIKE
 from isobit.contracts.options import Options
 from isobit.foundation.records import ClaimRecord, Planted
+from isobit.library.any_kernel.kernel_judging import chosen
+from isobit.library.any_kernel.signatures import LIKE
 
 CLAIMS = (
     "call", "rows", "rows-of-the-gradient", "storage", "accuracy", "gradients", "decode-is-prefill",

@@ -113,8 +113,8 @@ def as_compiled():
 def judged(like, name):
     """Judge a kernel at a few sizes, because an interpreted row takes milliseconds."""
     from benchmarks.judged_kernels import records_of
-    from isobit.cli.check import chosen
     from isobit.contracts.options import Options
+    from isobit.library.any_kernel.kernel_judging import chosen
 
     contract = chosen(like, ["float32"])
     chosen_sizes = SIZES | (FEW_IDS if like == "embedding" else {})

@@ -32,7 +32,9 @@ def main(words: list[str]) -> int:
 
 def render(text: str) -> str:
     """Return a page with the text between its markers replaced."""
-    text = MARK.sub(lambda found: found[1] + show(found[2], (found[3] or "").strip()) + found[4], text)
+    text = MARK.sub(
+        lambda found: found[1] + show(found[2], (found[3] or "").strip()) + found[4], text
+    )
     return COST.sub(lambda found: found[1] + show_cost() + found[2], text)
 
 

@@ -19,8 +19,8 @@ pytest.importorskip("triton")
 
 from isobit.cli import main
 from isobit.errors import ArgumentError
+from isobit.library.any_kernel.kernel_call import sizes_in_words, with_few_sizes, with_given_sizes
 from isobit.library.any_kernel.kernel_judging import chosen
-from isobit.library.any_kernel.kernel_sizes import sizes_in_words, with_few_sizes, with_given_sizes
 from isobit.library.any_kernel.signatures import LIKE
 
 FILE = str(Path(__file__).with_name("triton_kernels_of_users.py"))

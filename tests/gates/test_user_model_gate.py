@@ -13,8 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 import isobit
 from isobit.cli.main import main
 from isobit.errors import ArgumentError
-from isobit.gates.model.batches import draw_samples
-from isobit.gates.model.scorers import IsobitScorer, StockScorer
+from isobit.gates.model.batch_layouts import IsobitScorer, StockScorer, draw_samples
 from isobit.gates.model.sweep import Sweep, run_sweep, windows_of
 from isobit.integrations.transformers import enabling, modules
 from tests.cli.test_gate_model_device import enabled_with

@@ -150,9 +150,9 @@ def load(options: argparse.Namespace) -> Inputs:
     import torch
 
     from isobit.auditing.inputs import as_inputs
-    from isobit.auditing.script_capture import capture_call
     from isobit.auditing.subjects import (
         batch_of,
+        capture_call,
         from_factory,
         from_transformers,
         random_tokens,

@@ -133,6 +133,7 @@ def named_sizes(text: str) -> tuple[str, tuple[int, ...]]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Judge the claims of an operator on the named function."""
+    from isobit.library.any_kernel.kernel_call import only_used, sizes_in_words
     from isobit.library.any_kernel.kernel_judging import (
         LEVEL,
         Wanted,
@@ -144,7 +145,6 @@ def run(arguments: argparse.Namespace) -> int:
         status_of,
     )
     from isobit.library.any_kernel.kernel_run import running_kernels
-    from isobit.library.any_kernel.kernel_sizes import only_used, sizes_in_words
 
     device = find_torch_device(arguments.device)
     code, folder = found_code(arguments.code)

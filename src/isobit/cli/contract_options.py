@@ -128,7 +128,7 @@ def open_chosen(options: argparse.Namespace) -> tuple[Workspace, list[str]]:
     """Open the contracts that the command line names, derived for its backend if it names one."""
     if not options.backend:
         return open_workspace(options)
-    from isobit.library.on_gpu.tree import BackendTree, BackendWorkspace
+    from isobit.library.on_gpu.plans import BackendTree, BackendWorkspace
 
     refuse_options(options)
     opened = partial(BackendWorkspace, backend=options.backend, target=options.target)

@@ -35,16 +35,14 @@ from isobit.contracts.language.schema import LEVELS
 from isobit.contracts.options import Options
 from isobit.contracts.report.page import draw_contracts
 from isobit.contracts.store import ladder
-from isobit.contracts.store.facts import Entry
-from isobit.contracts.store.signing import read_private
-from isobit.contracts.store.tree import Broken
+from isobit.contracts.store.evidence import read_private
+from isobit.contracts.store.tree import Broken, Entry
 from isobit.contracts.workspace import Workspace, verdict_at
 from isobit.errors import ArgumentError
 from isobit.foundation import files
 from isobit.foundation.plain_text import one_line
 from isobit.foundation.records import ClaimRecord, ContractStatus, Provenance
-from isobit.library.on_gpu.derive import Derived, by_reason, summarise
-from isobit.library.on_gpu.plans import ELSEWHERE
+from isobit.library.on_gpu.plans import ELSEWHERE, Derived, by_reason, summarise
 from isobit.report.junit_sarif import as_junit, as_sarif
 
 
@@ -311,7 +309,7 @@ def engine_word(engine: str) -> str:
 
 def found_on(workspace: Workspace, ids: Iterable[str]) -> list[Derived]:
     """Return what was derived of the contracts with these ids; with `isobit`, all of them."""
-    from isobit.library.on_gpu.tree import BackendTree
+    from isobit.library.on_gpu.plans import BackendTree
 
     assert isinstance(workspace.tree, BackendTree)
     return [workspace.tree.derived[id] for id in ids if id in workspace.tree.derived]

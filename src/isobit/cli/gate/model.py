@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from isobit.gates.model.batch_layout_gate import Comparison, GateReport
-    from isobit.gates.model.scorers import Scorer
+    from isobit.gates.model.batch_layouts import Scorer
     from isobit.gates.model.sweep import Sweep
     from isobit.library.on_gpu.devices import Device
 
@@ -230,9 +230,8 @@ def go(options: argparse.Namespace, device: Device | None) -> tuple[GateReport, 
 
     from isobit.cli.named_model import load_model
     from isobit.gates.model.batch_layout_gate import count_steps, run_gate
-    from isobit.gates.model.batches import draw_samples
+    from isobit.gates.model.batch_layouts import IsobitScorer, StockScorer, draw_samples
     from isobit.gates.model.models import vocabulary_of
-    from isobit.gates.model.scorers import IsobitScorer, StockScorer
     from isobit.gates.model.sweep import run_sweep
 
     few = device is not None and device.is_virtual
@@ -303,7 +302,7 @@ def find_sweep(
         ArgumentError: If the numbers do not fit each other, or a token is not in the vocabulary.
     """
     from isobit.auditing.subjects import read_samples
-    from isobit.gates.model.batches import LENGTHS, draw_samples
+    from isobit.gates.model.batch_layouts import LENGTHS, draw_samples
     from isobit.gates.model.sweep import Sweep
 
     given = (options.batch, options.pad, options.lengths, options.inputs, options.seeds)

@@ -23,7 +23,7 @@ from isobit.order.plan import VERSION
 if TYPE_CHECKING:
     from isobit.gates.training.launcher import Job
     from isobit.gates.training.rank_layout_gate import Outcome, RankLayoutVerdict
-    from isobit.gates.training.rank_layouts import RankLayout
+    from isobit.gates.training.workload import RankLayout
 
 
 # Listed here because their own modules load torch; a test compares.
@@ -79,8 +79,7 @@ def run(options: argparse.Namespace) -> int:
     from isobit.foundation.machine import fingerprint
     from isobit.gates.training.launcher import Job
     from isobit.gates.training.rank_layout_gate import judge, run_jobs
-    from isobit.gates.training.rank_layouts import check_layout, layout_grid
-    from isobit.gates.training.workload import find_workload
+    from isobit.gates.training.workload import check_layout, find_workload, layout_grid
 
     workload = find_workload(options.workload)
     layouts = (
@@ -131,7 +130,7 @@ def run(options: argparse.Namespace) -> int:
 
 def read_layout(text: str) -> RankLayout:
     """Parse `2x4x1` or `ddp:2x4x1`."""
-    from isobit.gates.training.rank_layouts import RankLayout
+    from isobit.gates.training.workload import RankLayout
 
     engine, _, sizes = text.rpartition(":")
     numbers = sizes.split("x")

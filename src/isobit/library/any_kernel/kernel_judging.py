@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from isobit.contracts.judge.binding import bind, named_function, plant
-from isobit.contracts.judge.sabotage_trials import try_one
+from isobit.contracts.judge.bound import bind, named_function
+from isobit.contracts.judge.verify import try_one
 from isobit.contracts.language.contract import Contract
 from isobit.contracts.language.load import load_contract
 from isobit.contracts.options import Options
@@ -14,9 +14,8 @@ from isobit.contracts.store import ladder
 from isobit.contracts.store.tree import library
 from isobit.errors import ArgumentError
 from isobit.foundation.records import ClaimRecord, ContractStatus
-from isobit.library.any_kernel.kernel_call import first_call
+from isobit.library.any_kernel.kernel_call import first_call, with_few_sizes, with_given_sizes
 from isobit.library.any_kernel.kernel_run import KernelRun
-from isobit.library.any_kernel.kernel_sizes import with_few_sizes, with_given_sizes
 
 LEVEL = 2
 DTYPES = ("float32", "bfloat16", "float16")
@@ -104,7 +103,7 @@ def judge_autotuned(
     """Compare `count` configurations of each kernel that is autotuned."""
     if how.machine is None or not how.autotuned:
         return
-    from isobit.library.any_kernel.kernel_configurations import judge_configurations
+    from isobit.library.any_kernel.kernel_call import judge_configurations
 
     record, words = judge_configurations(contract, options, how.machine, count, progress)
     how.notes.append(words)
@@ -124,7 +123,7 @@ def seen_in_other_dtypes(record: ClaimRecord, contract: Contract, options: Optio
     claim = next(claim for claim in contract.claims if claim.id == record.claim)
     bound = bind(whole, claim, options)
     planted = tuple(
-        try_one(whole, plant(bound, code, options), one.name, options)
+        try_one(bound.plant(code), one.name)
         if not one.caught and ":" in (code := one.name.removeprefix("control "))
         else one
         for one in record.planted

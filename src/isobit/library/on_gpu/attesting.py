@@ -20,9 +20,14 @@ from isobit.errors import ArgumentError, in_one_line
 from isobit.foundation import backends
 from isobit.foundation.records import Attestation
 from isobit.library.on_gpu.devices import Device
-from isobit.ops.gpu.attestation import PRODUCTS, attest_operator
+from isobit.ops.gpu.attestation import (
+    OPERANDS,
+    PRODUCTS,
+    attest_operator,
+    expected_engine,
+    reveal_leaf,
+)
 from isobit.ops.gpu.executors import DTYPES, OPERATORS
-from isobit.ops.gpu.leaf import OPERANDS, expected_engine, reveal_leaf
 from isobit.reveal.tensor_core import FoundLeaf
 
 
