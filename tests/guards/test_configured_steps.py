@@ -381,7 +381,10 @@ def test_every_optimizer_has_what_is_configured():
     base = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
     config = {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}
     (found,) = preflight(two_of(base, {**base, "betas": (0.9, 0.99)}), config=config).findings
-    assert found.message == "beta2 is 0.95 in the configuration and 0.99 in 1 of 1 groups of AdamW"
+    assert (
+        found.message
+        == "beta2 is 0.95 in the configuration and 0.99 in 1 of 1 parameter groups of AdamW"
+    )
     own = {"embedding": {"betas": [0.9, 0.99]}}  # a section of its own names it
     program = two_of(base, {**base, "betas": (0.9, 0.99)})
     assert preflight(program, config={**config, **own}).findings == ()

@@ -72,7 +72,7 @@ def test_defaults_that_hide_a_configuration_are_named():
     found = [finding.message for finding in preflight(from_defaults, config=config).findings]
     assert found == [
         "beta2 is 0.95 in the configuration and 0.999 (AdamW's default) in 1 of 1 parameter groups",
-        "weight_decay is 0.1 in the configuration and 0.01 in 1 of 1 groups of AdamW, whose default that is",
+        "weight_decay is 0.1 in the configuration and 0.01 (AdamW's default) in 1 of 1 parameter groups",
     ]
     report = preflight(adam_with_warm_up_and_groups, config=config)
     assert report.is_clean

@@ -83,9 +83,7 @@ RENAMED = {
 }
 
 
-def with_old_keywords(
-    groups: Mapping[str, Intervals | Resume | Replicas], old: Mapping[str, Any]
-) -> dict[str, Any]:
+def with_old_keywords(groups: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
     """Return the groups with the values of keywords of the last release, each with a DeprecationWarning.
 
     Raises:

@@ -84,8 +84,8 @@ def watch(
             received=repr(policy),
             remedy="choose one of these",
         )
-    given = {"intervals": intervals, "resume": resume, "replicas": replicas}
-    given = with_old_keywords(given, old)
+    groups = {"intervals": intervals, "resume": resume, "replicas": replicas}
+    given = with_old_keywords(groups, old)
     intervals, resume, replicas = given["intervals"], given["resume"], given["replicas"]
     looks = intervals.gradients
     if looks is None:
