@@ -20,7 +20,7 @@ import pytest
 import isobit
 from isobit.cli import main
 from isobit.contracts.judge import cases
-from isobit.contracts.judge.binding import bind
+from isobit.contracts.judge.bound import bind
 from isobit.contracts.judge.cases import find_breach
 from isobit.contracts.judge.tally import Tally
 from isobit.contracts.judge.verify import verify_contract
@@ -29,7 +29,7 @@ from isobit.contracts.options import Options
 from isobit.contracts.store.ladder import level_number, required_level
 from isobit.contracts.store.shipped import ShippedEvidence, own_entries
 from isobit.contracts.store.tree import Tree, find_contracts, library
-from isobit.library.linear import orders
+from isobit.library.linear import claims
 
 ROOT = Path(__file__).parents[2]
 # How many contracts, and how many claims, require each level, and reach it where they are kept. New ones raise these;
@@ -212,11 +212,11 @@ def test_ten_thousand_inputs_take_no_time(name):
     """At least 50,000 inputs a second at width 64 when idle; a fifth of that is asked for here."""
     contract = load_contract(library() / "softmax/contract.yaml")
     claim = next(replace(c, inputs=("wide64",)) for c in contract.claims if c.id == name)
-    bound = bind(contract, claim, Options())
+    bound = bind(contract, claim, Options(claim_seconds=60.0))
     rates = []
     for _ in range(5):
         tally, started = Tally(), time.perf_counter()
-        assert find_breach(contract, bound, tally, 60.0) is None
+        assert find_breach(bound, tally) is None
         assert tally.inputs >= 10_000
         rates.append(tally.inputs / (time.perf_counter() - started))
     print(f"\n{name}: {sorted(rates)[2]:,.0f} inputs a second")
@@ -241,6 +241,6 @@ def test_thorough(tmp_path):
 @pytest.mark.full
 def test_every_layer_is_proved_at_every_tile_edge():
     edges = (1, 2, 5, 8, 16, 17, 31, 32, 33, 63, 64, 65, 96, 127, 128, 129, 200, 255, 256, 257)
-    proof = orders.prove_rows(isobit.linear, orders.LAYERS, edges)
+    proof = claims.prove_rows(isobit.linear, claims.LAYERS, edges)
     assert proof.kept, proof.failure
     assert proof.cases == 4 * 2 * 2 * len(edges) * 2

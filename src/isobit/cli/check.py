@@ -19,9 +19,8 @@ from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import make_console, say_json
 from isobit.cli.verify import claims_table
 from isobit.contracts.authoring.explain import explain
-from isobit.contracts.judge.binding import bind, named_function, plant
-from isobit.contracts.judge.sabotage_trials import try_one
-from isobit.contracts.judge.verify import verify_contract
+from isobit.contracts.judge.bound import bind, named_function
+from isobit.contracts.judge.verify import try_one, verify_contract
 from isobit.contracts.language.contract import Contract
 from isobit.contracts.language.load import load_contract
 from isobit.contracts.options import Options
@@ -33,14 +32,14 @@ from isobit.foundation import files
 from isobit.foundation.plain_text import one_line
 from isobit.foundation.records import ClaimRecord, ContractStatus, Section
 from isobit.foundation.trusted_folder import serve_folder
-from isobit.library.any_kernel.kernel_call import first_call
-from isobit.library.any_kernel.kernel_run import KernelRun, running_kernels
-from isobit.library.any_kernel.kernel_sizes import (
+from isobit.library.any_kernel.kernel_call import (
+    first_call,
     only_used,
     sizes_in_words,
     with_few_sizes,
     with_given_sizes,
 )
+from isobit.library.any_kernel.kernel_run import KernelRun, running_kernels
 
 LEVEL = 2
 DTYPES = ("float32", "bfloat16", "float16")
@@ -227,7 +226,7 @@ def judge_autotuned(
     """Compare the configurations of kernels that are autotuned."""
     if how.machine is None or not how.autotuned:
         return
-    from isobit.library.any_kernel.kernel_configurations import judge_configurations
+    from isobit.library.any_kernel.kernel_call import judge_configurations
 
     record, words = judge_configurations(
         contract, options, how.machine, arguments.configurations, steps.within
@@ -258,7 +257,7 @@ def seen_in_other_dtypes(record: ClaimRecord, contract: Contract, options: Optio
     claim = next(claim for claim in contract.claims if claim.id == record.claim)
     bound = bind(whole, claim, options)
     planted = tuple(
-        try_one(whole, plant(bound, code, options), one.name, options)
+        try_one(bound.plant(code), one.name)
         if not one.caught and ":" in (code := one.name.removeprefix("control "))
         else one
         for one in record.planted

@@ -32,8 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from isobit.errors import ArgumentError, UnsupportedError
-from isobit.ops.share import Share, collecting, is_partial
-from isobit.ops.unfinished import Unfinished
+from isobit.ops.share import Share, Unfinished, collecting, is_partial
 from isobit.parallel.collectives.levels import Group, RankGroup, rank_count, rank_in, ranks_of
 from isobit.parallel.data.ddp import DdpReducer
 from isobit.parallel.data.fsdp import FsdpReducer

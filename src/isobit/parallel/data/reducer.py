@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from isobit.errors import ArgumentError, CutError, UnsupportedError
 from isobit.ops.arguments import refuse_distributed
-from isobit.ops.portable.rounding import settle_nans
+from isobit.ops.portable.sums import settle_nans
 from isobit.ops.share import accumulation_dtype
 from isobit.order.tree import Counter, Node
 from isobit.parallel.collectives.elementwise_add import add_into, round_total

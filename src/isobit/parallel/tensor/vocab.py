@@ -21,8 +21,8 @@ from isobit.ops.linear.op import check_linear, linear_fp32
 from isobit.ops.logprob import partial as logprob_partial
 from isobit.ops.logprob.loss import count_active
 from isobit.ops.logprob.op import IGNORED, check_targets
-from isobit.ops.portable.rounding import round_once
 from isobit.ops.portable.samples import check_rows, spans_of
+from isobit.ops.portable.sums import round_once
 from isobit.ops.share import as_partial, check_share, share_in_force
 from isobit.order.cut import Cut
 from isobit.order.samples import Samples
