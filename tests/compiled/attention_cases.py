@@ -5,12 +5,12 @@ import math
 import numpy as np
 import torch
 
-from isobit.certifying.plan.attention import Head, Seen
-from isobit.certifying.plan.attention_backward import HeadGrads
 from isobit.ops.attention import triton_backward, triton_forward
 from isobit.ops.attention.tiles import tile_of
 from isobit.order.plan import ATTENTION_BLOCK, ATTENTION_CHUNK
 from tests.compiled.cases import Case, empty, execute, matrix_instruction, patterns
+from tests.compiled.plan.attention import Head, Seen
+from tests.compiled.plan.attention_backward import HeadGrads
 from tests.compiled.running import Launch, draw, raw
 
 

@@ -10,14 +10,14 @@ import torch
 
 import isobit
 from isobit.certifying.names import names
-from isobit.certifying.plan import operators
-from isobit.certifying.plan.domain import Names, Values
-from isobit.certifying.plan.operators import Arithmetic
 from isobit.ops.linear import triton_products as linear
 from isobit.ops.linear.triton_products import weight_grad
 from isobit.ops.rms_norm.triton import normalise_rows
 from isobit.ops.softmax.triton import softmax
 from isobit.order.plan import FeaturePlan
+from tests.compiled.plan import operators
+from tests.compiled.plan.domain import Names, Values
+from tests.compiled.plan.operators import Arithmetic
 from tests.compiled.running import Launch, Session, draw, raw
 
 POISON = float("nan")  # outputs start as NaN, so that what is not written shows

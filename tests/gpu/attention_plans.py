@@ -1,4 +1,4 @@
-"""Calls of attention; attention and its gradient by isobit.certifying.plan, in bits, over a target's tensor core."""
+"""Calls of attention; attention and its gradient by tests.compiled.plan, in bits, over a target's tensor core."""
 
 import numpy as np
 import torch
@@ -6,12 +6,12 @@ import torch
 import isobit
 from isobit import bits
 from isobit.certifying.names.leaf import ENGINE_OF_TARGET
-from isobit.certifying.plan.attention import Head, Seen
-from isobit.certifying.plan.attention_backward import HeadGrads
-from isobit.certifying.plan.domain import Values
-from isobit.certifying.plan.operators import Arithmetic
 from isobit.ops.portable.elementary import log_positive
 from isobit.order.plan import ATTENTION_CHUNK
+from tests.compiled.plan.attention import Head, Seen
+from tests.compiled.plan.attention_backward import HeadGrads
+from tests.compiled.plan.domain import Values
+from tests.compiled.plan.operators import Arithmetic
 
 NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 

@@ -4,10 +4,10 @@ import numpy as np
 import torch
 
 from isobit.certifying.names import names
-from isobit.certifying.plan import operators
-from isobit.certifying.plan.domain import Names, Values
-from isobit.certifying.plan.operators import Arithmetic
 from isobit.foundation import backends
+from tests.compiled.plan import operators
+from tests.compiled.plan.domain import Names, Values
+from tests.compiled.plan.operators import Arithmetic
 from tests.compiled.running import Launch, Session, raw
 
 SHORT = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}

@@ -14,14 +14,14 @@ import isobit
 pytest.importorskip("triton")
 from isobit.certifying import executing
 from isobit.certifying.names.leaf import ENGINE_OF_TARGET
-from isobit.certifying.plan import operators
-from isobit.certifying.plan.domain import Values
-from isobit.certifying.plan.operators import Arithmetic
 from isobit.ops.logprob import portable
 from isobit.ops.logprob import triton as executor
 from isobit.ops.portable.elementary import exp_nonpositive
 from isobit.ops.portable.sums import Pair, merge_pairs, one_nan, round_once, sum_products
 from isobit.order.plan import FeaturePlan
+from tests.compiled.plan import operators
+from tests.compiled.plan.domain import Values
+from tests.compiled.plan.operators import Arithmetic
 from tests.compiled.running import raw
 from tests.gpu.named_launches import SHORT
 from tests.sweeps import mostly_full

@@ -9,11 +9,11 @@ pytest.importorskip("triton")
 import isobit
 from isobit.certifying.names import names
 from isobit.certifying.names.leaf import ENGINE_OF_TARGET
-from isobit.certifying.plan import gradients
-from isobit.certifying.plan.domain import Names
-from isobit.certifying.plan.operators import Arithmetic
 from isobit.foundation import backends
 from isobit.ops.gpu import executors
+from tests.compiled.plan import gradients
+from tests.compiled.plan.domain import Names
+from tests.compiled.plan.operators import Arithmetic
 from tests.compiled.running import Launch, Session, draw
 from tests.gpu.operator_calls import TARGETS
 

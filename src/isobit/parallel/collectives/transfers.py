@@ -1,4 +1,31 @@
-"""Transfers of partial sums between ranks: by messages for gloo, by all-to-all for other backends, and over levels."""
+"""Transfers of partial sums between ranks: by messages for gloo, by all-to-all for other backends, and over levels.
+
+[Note: the reduction tree over ranks]
+The sum over P ranks (P a power of two) is the balanced binary tree whose leaf r is rank r:
+((0+1)+(2+3))+((4+5)+(6+7)) for P = 8. Recursive halving evaluates that tree in log2 P rounds. In
+round i, rank r exchanges with its partner r XOR 2^i: each rank sends the half of its current
+elements that the partner keeps, and adds what it receives. The lower rank's value is always the
+left operand. After round i a rank has sums over 2^(i+1) consecutive ranks: over one subtree.
+
+The usual form of recursive halving begins with the farthest partner; ours begins with the nearest,
+because only then do the partial sums follow the tree above. 8 ranks, 8 elements e0..e7:
+
+    rank | round 1: partner r^1 | round 2: partner r^2 | round 3: partner r^4 | owns the sum of
+    -----|----------------------|----------------------|----------------------|----------------
+      0  | 1, keeps e0..e3      | 2, keeps e0 e1       | 4, keeps e0          | e0
+      1  | 0, keeps e4..e7      | 3, keeps e4 e5       | 5, keeps e4          | e4
+      2  | 3, keeps e0..e3      | 0, keeps e2 e3       | 6, keeps e2          | e2
+      3  | 2, keeps e4..e7      | 1, keeps e6 e7       | 7, keeps e6          | e6
+      4  | 5, keeps e0..e3      | 6, keeps e0 e1       | 0, keeps e1          | e1
+      5  | 4, keeps e4..e7      | 7, keeps e4 e5       | 1, keeps e5          | e5
+      6  | 7, keeps e0..e3      | 4, keeps e2 e3       | 2, keeps e3          | e3
+      7  | 6, keeps e4..e7      | 5, keeps e6 e7       | 3, keeps e7          | e7
+    sums |  0+1, 2+3, 4+5, 6+7  |  (0+1)+(2+3), ...    |  the whole tree      |
+
+The owners are bit-reversed (rank 1 = 001 owns e4 = 100), so that what a rank keeps or sends in a
+round is one contiguous run. Each rank sends (P-1)/P of the data. An all-reduce then sends the sums
+back through the same rounds in reverse order (recursive doubling).
+"""
 
 from __future__ import annotations
 
@@ -93,35 +120,6 @@ def wait_all(works: Sequence[dist.Work]) -> None:
     """Wait for every work, in order."""
     for work in works:
         work.wait()
-
-
-# The schedule of recursive halving: which rank adds what to what, and in which round.
-#
-# [Note: the reduction tree over ranks]
-# The sum over P ranks (P a power of two) is the balanced binary tree whose leaf r is rank r:
-# ((0+1)+(2+3))+((4+5)+(6+7)) for P = 8. Recursive halving evaluates that tree in log2 P rounds. In
-# round i, rank r exchanges with its partner r XOR 2^i: each rank sends the half of its current
-# elements that the partner keeps, and adds what it receives. The lower rank's value is always the
-# left operand. After round i a rank has sums over 2^(i+1) consecutive ranks: over one subtree.
-#
-# The usual form of recursive halving begins with the farthest partner; ours begins with the nearest,
-# because only then do the partial sums follow the tree above. 8 ranks, 8 elements e0..e7:
-#
-#     rank | round 1: partner r^1 | round 2: partner r^2 | round 3: partner r^4 | owns the sum of
-#     -----|----------------------|----------------------|----------------------|----------------
-#       0  | 1, keeps e0..e3      | 2, keeps e0 e1       | 4, keeps e0          | e0
-#       1  | 0, keeps e4..e7      | 3, keeps e4 e5       | 5, keeps e4          | e4
-#       2  | 3, keeps e0..e3      | 0, keeps e2 e3       | 6, keeps e2          | e2
-#       3  | 2, keeps e4..e7      | 1, keeps e6 e7       | 7, keeps e6          | e6
-#       4  | 5, keeps e0..e3      | 6, keeps e0 e1       | 0, keeps e1          | e1
-#       5  | 4, keeps e4..e7      | 7, keeps e4 e5       | 1, keeps e5          | e5
-#       6  | 7, keeps e0..e3      | 4, keeps e2 e3       | 2, keeps e3          | e3
-#       7  | 6, keeps e4..e7      | 5, keeps e6 e7       | 3, keeps e7          | e7
-#     sums |  0+1, 2+3, 4+5, 6+7  |  (0+1)+(2+3), ...    |  the whole tree      |
-#
-# The owners are bit-reversed (rank 1 = 001 owns e4 = 100), so that what a rank keeps or sends in a
-# round is one contiguous run. Each rank sends (P-1)/P of the data. An all-reduce then sends the sums
-# back through the same rounds in reverse order (recursive doubling).
 
 
 @dataclass(frozen=True)

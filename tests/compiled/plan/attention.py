@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from isobit.certifying.names.names import Array
-from isobit.certifying.plan.operators import Arithmetic, exp_nonpositive, largest, striped
 from isobit.order.plan import ATTENTION_BLOCK, ATTENTION_CHUNK, Leaf
+from tests.compiled.plan.operators import Arithmetic, exp_nonpositive, largest, striped
 
 
 @dataclass(frozen=True)

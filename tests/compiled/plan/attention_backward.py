@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from isobit.certifying.names.names import Array
-from isobit.certifying.plan.attention import Seen
-from isobit.certifying.plan.operators import Arithmetic, exp_nonpositive, sum_last
 from isobit.order.plan import ATTENTION_BLOCK
+from tests.compiled.plan.attention import Seen
+from tests.compiled.plan.operators import Arithmetic, exp_nonpositive, sum_last
 
 
 @dataclass(frozen=True)

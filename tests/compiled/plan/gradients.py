@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from isobit.certifying.names.names import Array
-from isobit.certifying.plan.operators import Arithmetic, exp_nonpositive, fold, striped, sum_last
 from isobit.order.samples import Samples
+from tests.compiled.plan.operators import Arithmetic, exp_nonpositive, fold, striped, sum_last
 
 
 def mean_last(plan: Arithmetic, terms: Array) -> Array:

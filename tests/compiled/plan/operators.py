@@ -9,11 +9,11 @@ from functools import reduce
 import numpy as np
 
 from isobit.certifying.names.names import Array
-from isobit.certifying.plan.domain import Domain
 from isobit.order.evaluate import feature_segments
 from isobit.order.plan import LANES, FeaturePlan, Leaf, Segment
 from isobit.order.samples import Samples
 from isobit.order.tree import merge
+from tests.compiled.plan.domain import Domain
 
 INSTRUCTION = 16  # products of one tensor-core instruction of 16-bit operands
 
