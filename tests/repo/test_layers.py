@@ -138,6 +138,9 @@ def test_only_gates_and_commands_know_of_the_simulator():
         and "simulator" in {layer_of(name) for name in imports_of(path)}
     }
     knowing.remove(Path("guards/trial_run/ranks.py"))  # `isobit preflight --ranks`
+    knowing.remove(
+        Path("comparing/runs/observed_run.py")
+    )  # `isobit twice` of a script with .cuda()
     assert {path.parts[0] for path in knowing} <= {"simulator", "gates", "auditing", "cli"}
 
 
