@@ -66,8 +66,11 @@ def made_for_the_shape(subject: Any, case: Case, tally: Tally) -> None:
     tally.same(y[ends], torch.tensor(expected), "against the program made for K")
     backend = backends.chosen()
     if backend is not None and backend.kind == "machine":
+        from isobit.certifying.running.backends import MachineBackend
+
+        assert isinstance(backend, MachineBackend)
         constant: list[str] = []
-        made = replace(backend, prepare=lambda call: with_constant_sizes(call, constant))  # type: ignore[type-var]
+        made = replace(backend, prepare=lambda call: with_constant_sizes(call, constant))
         with backends.use(made):
             special = subject(x, weight, bias)
         tally.same(y, special, "against kernels compiled for the shape")
