@@ -63,7 +63,9 @@ def made_for_the_shape(subject: Any, case: Case, tally: Tally) -> None:
         [add_fp32(program(row, w), b) for w, b in zip(factors, offsets, strict=True)]
         for row in x[ends].tolist()
     ]
-    tally.same(y[ends], torch.tensor(expected), "against the program made for K")
+    tally.same(
+        y[ends], torch.tensor(expected, dtype=torch.float32), "against the program made for K"
+    )
     backend = backends.chosen()
     if backend is not None and backend.kind == "machine":
         from isobit.certifying.running.backends import MachineBackend
