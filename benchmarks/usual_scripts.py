@@ -1,4 +1,4 @@
-"""The usual scripts with `.cuda()` and nccl, right and with planted faults, as one process and on two ranks."""
+"""The usual scripts with `.cuda()` and nccl, right and with planted faults, in preflight, simulate and twice."""
 
 import tempfile
 import time
@@ -8,7 +8,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from isobit.comparing.runs.run import run_twice
 from isobit.guards.trial_run.ranks import preflight_ranks
+from isobit.simulator.program.script import Script
+from isobit.simulator.sweep import Plan, run_seed
 from tests.guards.usual_faults import FAULTS, SCRIPTS
 
 QUICK = ("ddp_loop", "fsdp2_loop")
@@ -19,13 +22,16 @@ def run(quick, threads, dtypes):
     torch.set_num_threads(1)
     started = time.process_time()
     console = Console(width=160, highlight=False)
-    table = Table("script", "fault", "preflight", "preflight --ranks 2")
+    table = Table("script", "fault", "preflight", "preflight --ranks 2", "simulate", "twice")
     wrong = right = planted = 0
     for path in sorted(SCRIPTS.glob("*.py")):
         if quick and path.stem not in QUICK:
             continue
         cells = [rules_of(path.read_text(), path.stem, ranks) for ranks in (1, 2)]
-        right += 2
+        cells.append([found.kind for found in run_seed(Plan(Script(path, []), 2, [0]), 0).found])
+        twice = run_twice(path, steps=2, causes=False, device="auto").comparison
+        cells.append([] if twice.equal else [str(twice.changed)])
+        right += 4
         wrong += sum(map(bool, cells))
         table.add_row(path.stem, "", *(", ".join(cell) or "nothing found" for cell in cells))
         for fault in (each for each in FAULTS if each.script == path.stem):
@@ -40,7 +46,7 @@ def run(quick, threads, dtypes):
                 planted += 1
                 wrong += found != [fault.rule]
                 cells.append(", ".join(found) or "nothing found")
-            table.add_row("", fault.name, *cells)
+            table.add_row("", fault.name, *cells, "", "")
     console.print(table)
     console.print(f"{right} runs of right scripts, {planted} with a fault; {wrong} not as stated")
     console.print(f"{time.process_time() - started:.0f} s of one core")

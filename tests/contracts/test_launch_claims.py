@@ -40,9 +40,24 @@ def launches_nothing(x, weight, bias):
     return torch.nn.functional.linear(x, weight, bias)
 
 
-def judge(subject):
+def loads_for_more_rows(x, weight, bias):
+    if len(x) > 30:
+        native.load.cache_clear()
+        native.load()
+    return isobit.linear(x, weight, bias)
+
+
+def in_one_chain(x, weight, bias):
+    """The order of another shape: K products in one chain, where the plan of K has segments."""
+    y = torch.zeros(len(x), len(weight))
+    for k in range(x.shape[1]):
+        y = torch.addcmul(y, x[:, k : k + 1], weight[:, k])
+    return y + bias
+
+
+def judge(subject, claim="DIM-002"):
     contract = load_contract(library() / "dimension_independent/contract.yaml")
-    claims = tuple(c for c in contract.claims if c.id == "DIM-002")
+    claims = tuple(c for c in contract.claims if c.id == claim)
     alone = replace(contract, claims=claims, subject=f"{HERE}:{subject}", operator="", output=())
     (record,) = verify_contract(alone, Options(trusted=("tests",)))
     return record
@@ -69,6 +84,21 @@ def test_right_launches_are_kept_and_each_plant_is_caught():
     caught = {planted.name for planted in record.planted if planted.caught}
     assert {"never launched", "made for one size", "loaded at each call"} < caught
     assert "isobit.library.linear.planted:sizes_exchanged" in caught
+
+
+def test_a_kernel_made_for_the_shape_has_the_bits_of_the_operator():
+    assert judge("right", "made-for-the-shape").verdict == "kept"
+    broken = judge("in_one_chain", "made-for-the-shape")
+    assert (broken.verdict, "program made for K" in broken.detail) == ("broken", True)
+
+
+def test_launches_are_counted_on_both_executors_of_the_cpu():
+    with launches.record_launches() as seen:
+        assert judge("right", "binaries").verdict == "kept"
+    assert {launch.executor for launch in seen} == {"native", "portable"}
+    broken = judge("loads_for_more_rows", "binaries")
+    assert (broken.verdict, "1 more binaries for 31 rows" in broken.detail) == ("broken", True)
+    assert "[] for 18 rows" in judge("launches_nothing", "binaries").detail
 
 
 def test_sizes_have_names():

@@ -3,6 +3,8 @@
 In the PTX machine, in fp32 and bf16. In fp32 both are within 1e-5 of stock, relative to the row's largest value.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +13,11 @@ pytest.importorskip("triton")
 
 import isobit
 from isobit.certifying import executing
+from isobit.contracts.judge.verify import verify_contract
+from isobit.contracts.language.load import load_contract
+from isobit.contracts.options import Options
+from isobit.contracts.store.tree import library
+from isobit.library.on_gpu.plans import derive
 from isobit.ops.attesting import wide_values
 from tests.gpu.generic_kernels import launch_by_sizes, run_specialised
 
@@ -72,3 +79,32 @@ def test_another_order_has_other_bits():
     wrong, _ = launch_by_sizes("sm_90", x, weight, TILE, wrong=1)
     assert distance(wrong, F.linear(x, weight)) <= LIMIT
     assert not isobit.bits.equal(wrong, isobit.linear(x, weight))
+
+
+def compiles_for_rows(x, weight, bias):
+    """A binary per number of rows: N is a constant of the kernel, and here it follows them."""
+    more = torch.cat([weight, weight[:1].expand(len(x), -1)])
+    return isobit.linear(x, more)[:, : len(weight)] + bias
+
+
+@pytest.mark.parametrize("claim", ["made-for-the-shape", pytest.param("binaries", marks=full)])
+def test_the_contract_is_judged_on_compiled_kernels(claim):
+    contract = derive(load_contract(library() / "dimension_independent/contract.yaml")).contract
+    alone = replace(contract, claims=tuple(c for c in contract.claims if c.id == claim))
+    with executing("machine", target="sm_90"):
+        (record,) = verify_contract(alone, Options())
+    assert (record.verdict, {p.caught for p in record.planted}) == ("kept", {True})
+
+
+@full
+def test_a_binary_per_number_of_rows_is_found():
+    contract = derive(load_contract(library() / "dimension_independent/contract.yaml")).contract
+    alone = replace(
+        contract,
+        claims=tuple(c for c in contract.claims if c.id == "binaries"),
+        subject="tests.gpu.test_dimension_independence:compiles_for_rows",
+        output=(),
+    )
+    with executing("machine", target="sm_90"):
+        (record,) = verify_contract(alone, Options(trusted=("tests",)))
+    assert record.verdict == "broken"

@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from transformers import cache_utils
 
 import isobit
 from isobit.errors import UnsupportedError
@@ -74,6 +75,39 @@ def test_wrappers_are_named_as_such():
         isobit.enable(nn.DataParallel(model))
     with pytest.raises(UnsupportedError, match=r"(?s)compiled model.*enable the model first"):
         isobit.enable(torch.compile(model))
+
+
+class Rounded(cache_utils.QuantizedLayer):
+    """A layer of a quantised cache that needs no further package."""
+
+    def _quantize(self, tensor, axis):
+        return tensor.round()
+
+    def _dequantize(self, tensor):
+        return tensor
+
+
+def test_a_cache_that_rounds_keys_is_refused():
+    model = isobit.enable(build_model("qwen3-tiny", torch.float32))
+    ids = torch.arange(12).reshape(2, 6)
+    count = model.config.num_hidden_layers
+    cache = cache_utils.Cache(layers=[Rounded(residual_length=2) for _ in range(count)])
+    with torch.no_grad(), pytest.raises(UnsupportedError, match=r"(?s)fewer bits.*DynamicCache"):
+        model(ids, past_key_values=cache)
+    with torch.no_grad():
+        cache = cache_utils.DynamicCache()
+        model(ids[:, :4], past_key_values=cache)
+        decoded = model(ids[:, 4:], past_key_values=cache).logits
+        assert isobit.bits.equal(decoded, model(ids).logits[:, 4:])
+
+
+def test_a_compiled_forward_has_the_bits_of_the_model():
+    model = isobit.enable(build_model("qwen3-tiny", torch.float32))
+    ids = torch.arange(12).reshape(2, 6)
+    with torch.no_grad():
+        expected = model(ids).logits
+        model.forward = torch.compile(model.forward, backend="aot_eager")
+        assert isobit.bits.equal(model(ids).logits, expected)
 
 
 class Holder(nn.Module):

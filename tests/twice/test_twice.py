@@ -9,6 +9,7 @@ from isobit.cli import main
 from isobit.comparing.runs.report import OPERATOR, SCALAR
 from isobit.comparing.runs.run import run_twice
 from isobit.errors import ArgumentError
+from tests.guards.usual_faults import NEEDS, SCRIPTS
 from tests.sweeps import mostly_full
 from tests.twice.planted_scripts import PLANTED, write
 
@@ -214,6 +215,15 @@ def test_a_script_that_needs_a_gpu_is_served_one(here, capsys):
     assert "; the CPU served the cuda device" in capsys.readouterr().out
     assert main.main(["twice", str(script), "--steps", "2", "--quiet", "--device", "cpu"]) == 2
     assert "remedy: pass --device cuda" in capsys.readouterr().err
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("path", sorted(SCRIPTS.glob("*.py")), ids=lambda path: path.stem)
+def test_the_usual_scripts_are_equal(path):
+    if path.stem in NEEDS:
+        pytest.importorskip(NEEDS[path.stem])
+    report = run_twice(path, steps=2, device="auto")
+    assert (report.exit_code, report.comparison.steps, report.served) == (0, (2, 2), "cuda")
 
 
 @pytest.mark.parametrize("name", mostly_full(PLANTED, ["torch is not seeded"]))

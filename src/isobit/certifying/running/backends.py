@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -79,12 +79,14 @@ class MachineBackend:
     """Compiles kernels for a target and runs the PTX, in bits.
 
     With `check`, values also carry the names of their expressions, so that branches and addresses that depend on data
-    are refused, and accesses of memory are checked for races. `texts` receives each kernel that ran.
+    are refused, and accesses of memory are checked for races. `texts` receives each kernel that ran. `prepare` may
+    change a call before it is compiled, such as by making constants of its sizes.
     """
 
     target: str
     check: bool = False
     texts: list[KernelText] | None = field(default=None, compare=False)
+    prepare: Callable[[Specialised], Specialised] | None = None
 
     @property
     def kind(self) -> str:
@@ -114,6 +116,7 @@ class MachineBackend:
                 remedy='unset TRITON_INTERPRET, or use executing("interpreter")',
             )
         call = specialise(kernel, self.target, args, {**constants, **options})
+        call = call if self.prepare is None else self.prepare(call)
         compiled = compile_once(self.target, kernel, call)
         buffers: dict[int, Buffer] = {}
         given: list[Buffer | int | float] = []

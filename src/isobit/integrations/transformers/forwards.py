@@ -162,6 +162,16 @@ def layout_of(
             received=type(past_key_values).__name__,
             remedy="use transformers.DynamicCache()",
         )
+    rounded = library("cache_utils").QuantizedLayer
+    layers = getattr(past_key_values, "layers", ())
+    quantised = next((type(layer) for layer in layers if isinstance(layer, rounded)), None)
+    if quantised is not None:
+        raise UnsupportedError(
+            expected="a cache that keeps the bits of keys and values",
+            received=f"{type(past_key_values).__name__} of {quantised.__name__}, which rounds them to fewer bits: a "
+            "token decoded with it differs from the same token in a prefill",
+            remedy="use transformers.DynamicCache()",
+        )
     if tokens.dim() < 2 or 0 in tokens.shape[:2]:
         name = "input_ids" if input_ids is not None else "inputs_embeds"
         raise ArgumentError(

@@ -199,8 +199,9 @@ def check_forward(name: str, module: nn.Module, installed: dict[nn.Module, Forwa
 
 
 def is_ours(forward: Any, module: nn.Module) -> bool:
-    """Return whether `enable` installed this forward on this module."""
-    return getattr(forward, "isobit_forward", None) is not None and forward.args[-1] is module
+    """Return whether `enable` installed this forward on this module; wrappers copy its name, not its arguments."""
+    arguments = getattr(forward, "args", None) or (None,)
+    return getattr(forward, "isobit_forward", None) is not None and arguments[-1] is module
 
 
 def check_biases(model: Any) -> None:

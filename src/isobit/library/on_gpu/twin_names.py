@@ -190,7 +190,8 @@ AROUND: frozenset[str] = frozenset(
         "adamw.claims": "by_tails corrected_late normalised_apart",
         "exact_sum.claims": "by_storage halves_rounded mean_gradient skipping_the_small with_one_infinity",
         "grad_norm.claims": "largest_shard norm_of_norms sum_of_norms without_the_last",
-        "linear.planted": "axes_swapped axes_swapped_where_square leaf_at_padding tail_reordered",
+        "linear.planted": "axes_swapped axes_swapped_where_square leaf_at_padding sizes_exchanged split_by_rows "
+        "tail_reordered",
         "linear_group.claims": "apart blunt by_rows turned ungrouped without_bias without_samples",
         "attention.planted": "a_hair_less bf16_gradients padding_counted window_off_by_one without_the_last "
         "zero_times_infinity",
