@@ -15,17 +15,18 @@ import torch
 
 from isobit.certifying.machine import Buffer, Machine, Pointer
 from isobit.certifying.records import KernelFacts
-from isobit.certifying.running.capture import Choices, Watch, captured, storage_of
+from isobit.certifying.running.capture import Choices, captured
 from isobit.certifying.running.compile import Compiled, Compiler, absent_driver, specialise
 from isobit.certifying.running.storages import (
-    AxisOf,
-    Fill,
+    Arrangement,
+    Inputs,
     Names,
     Storages,
     element_places,
     layout_of,
     read_halves,
 )
+from isobit.certifying.running.watch import Known, Watch, storage_of
 from isobit.errors import ArgumentError, IsobitError, UnsupportedError
 from isobit.order.engines import ENGINE_OF_TARGET
 
@@ -45,6 +46,8 @@ class View:
     shape: tuple[int, ...]
     dtype: torch.dtype
     argument: str
+    stride: tuple[int, ...] = ()
+    offset: int = 0
     content: torch.Tensor | None = None
 
 
@@ -56,16 +59,19 @@ class Pilot:
         views: storage key -> its views, in the sequence of their first use.
         outputs: shapes and dtypes of what the function returned.
         launches: names of the kernels that it launched.
+        known: storages that outlive the call.
     """
 
+    known: Known = field(default_factory=Known)
     watch: Watch | None = None
     views: dict[str, list[View]] = field(default_factory=dict)
     outputs: list[tuple[tuple[int, ...], torch.dtype]] = field(default_factory=list)
     launches: list[str] = field(default_factory=list)
-    outside: dict[int, str] = field(default_factory=dict)
     alive: list[torch.Tensor] = field(default_factory=list)
     layouts: set[tuple[Any, ...]] = field(default_factory=set)
     choices: Choices = field(default_factory=Choices)
+    keeps: bool = True  # whether what the call makes is remembered
+    grad: bool = False  # whether torch records gradients
 
     def launch(
         self, kernel: Any, grid: Any, arguments: tuple[Any, ...], named: dict[str, Any]
@@ -78,15 +84,16 @@ class Pilot:
             if not isinstance(value, torch.Tensor):
                 continue
             self.alive.append(value)
-            key = self.watch.key_of(storage_of(value), self.outside)
+            text = f"{name} of {kernel.__name__}"
+            key = self.watch.key_of(value, text)
             layout = (key, storage_of(value), *layout_of(value))
             if layout not in self.layouts and value.numel():
                 self.layouts.add(layout)
                 with _without_modes():
                     copy = value.detach().clone()
-                text = f"{name} of {kernel.__name__}"
-                views = self.views.setdefault(key, [])
-                views.append(View(tuple(value.shape), value.dtype, text, copy))
+                offset = int(value.storage_offset())
+                view = View(tuple(value.shape), value.dtype, text, value.stride(), offset, copy)
+                self.views.setdefault(key, []).append(view)
 
     def knows(self, storage: int) -> bool:
         """Return False: a pilot does not judge."""
@@ -95,6 +102,42 @@ class Pilot:
     def wrote(self, storage: int) -> bool:
         """Return False: a pilot does not judge."""
         return False
+
+
+@dataclass
+class Dependence:
+    """Which storages the launches before may still use, if launches overlap (`launch_pdl=True`).
+
+    A launch with programmatic dependent launch begins while the one before is running; what that one does is ordered
+    only before `griddepcontrol.wait`. If it has not waited either, those before it may be running, too.
+    """
+
+    written: set[int] = field(default_factory=set)
+    read: set[int] = field(default_factory=set)
+    earlier: tuple[set[int], set[int]] = (set(), set())  # of launches that nobody has waited for
+
+    def before(self, machine: Machine, storages: Storages, overlaps: bool) -> None:
+        """Tell the machine which buffers are in use."""
+        if not overlaps:
+            self.written, self.read, self.earlier = set(), set(), (set(), set())
+            return
+        for storage, held in storages.held.items():
+            if held.buffer is None:
+                continue
+            if storage in self.earlier[0] | self.written:
+                machine.written_before.add(id(held.buffer))
+            if storage in self.earlier[1] | self.read:
+                machine.read_before.add(id(held.buffer))
+
+    def after(self, machine: Machine, storages: Storages, overlaps: bool) -> None:
+        """Note what a launch used."""
+        used = {s: held for s, held in storages.held.items() if held.buffer is not None}
+        changed = {s for s, held in used.items() if held.buffer and held.buffer.changed}
+        if overlaps and not machine.always_waited:
+            self.earlier = (self.earlier[0] | self.written, self.earlier[1] | self.read)
+        else:
+            self.earlier = (set(), set())
+        self.written, self.read = changed, set(used)
 
 
 @dataclass
@@ -109,13 +152,14 @@ class Execution:
     """
 
     compiler: Compiler
-    axis_of: AxisOf
+    inputs: Inputs
     labels: Sequence[int]
     nonce: int = 0
     record: bool = False
-    fill: Fill = lambda key, number, tensor: None
-    argument_of: Callable[[str, int], str] = lambda key, number: key
+    known: Known = field(default_factory=Known)
+    arrangement: Arrangement = field(default_factory=Arrangement)
     storages: Storages | None = None
+    dependence: Dependence = field(default_factory=lambda: Dependence())
     launched: list[Compiled] = field(default_factory=list)
     machines: list[tuple[Machine, Compiled]] = field(default_factory=list)
     executed: int = 0
@@ -135,8 +179,9 @@ class Execution:
     def attach(self, watch: Watch) -> None:
         """Begin a run."""
         labels = np.asarray(self.labels, dtype=np.uint64)
-        self.storages = Storages(watch, self.axis_of, labels, self.nonce, self.fill)
-        self.storages.argument_of = self.argument_of if self.record else None
+        self.storages = Storages(
+            watch, self.inputs, labels, self.nonce, self.arrangement, self.record
+        )
 
     def launch(
         self, kernel: Any, grid: Any, arguments: tuple[Any, ...], named: dict[str, Any]
@@ -149,13 +194,17 @@ class Execution:
             size = (size,) if isinstance(size, int) else tuple(int(each) for each in size)
             made = self.compiler.compile(kernel, call)
             self.launched.append(made)
-            given = self.storages.arguments(call.arguments)
+            texts = [f"{name} of {kernel.__name__}" for name in call.names]
+            given = self.storages.arguments(call.arguments, texts)
             label_buffers(given, call.names)
             if 0 in size:
                 return
             engine = ENGINE_OF_TARGET[self.compiler.target]
             machine = Machine(made.program, engine=engine, names=True, record=self.record)
+            overlaps = bool(getattr(call.options, "launch_pdl", False))
+            self.dependence.before(machine, self.storages, overlaps)
             machine.run((*size, 1, 1)[:3], given, shared_bytes=made.shared_bytes)
+            self.dependence.after(machine, self.storages, overlaps)
             self.executed += machine.executed
             self.remarks += [
                 f"{made.name}: {what}, at {at}"
@@ -228,7 +277,7 @@ def call(
     Raises:
         FunctionError: If the function raises an error of its own, or returns something that is no tensor.
     """
-    watch = Watch(receiver)
+    watch = Watch(receiver, receiver.known, lazy=isinstance(receiver, Pilot) and not receiver.keeps)
     if isinstance(receiver, Pilot):
         receiver.watch = watch
     else:
@@ -237,7 +286,7 @@ def call(
     try:
         with (
             torch.random.fork_rng(devices=[]),
-            torch.no_grad(),
+            torch.set_grad_enabled(isinstance(receiver, Pilot) and receiver.grad),
             absent_driver(target),
             captured(receiver, receiver.choices),
             watch,
@@ -247,6 +296,8 @@ def call(
         outputs = as_outputs(function, found)
         if isinstance(receiver, Pilot):
             receiver.outputs = [(tuple(t.shape), t.dtype) for t in outputs]
+            if receiver.keeps:
+                watch.keep()
         else:
             receiver.read(outputs)
         return outputs

@@ -11,7 +11,7 @@ from isobit.cli.contract_options import add_trust
 from isobit.cli.options.reveal import numbers
 from isobit.cli.progress import add_quiet
 
-ROWS = (1, 3, 70, 130)
+ROWS = (1, 3, 16, 64, 70, 130)
 TARGETS = ("sm_80", "sm_90", "sm_100")
 WORDS = {"true": True, "false": False, "none": None}
 
@@ -23,8 +23,9 @@ def add_parser(commands: Any) -> None:
         help="prove that a Triton kernel computes a row in one order in all configurations, without a GPU",
         description="Compile the Triton kernels that a function launches for each target, run the compiled code on "
         "this CPU with a name for every floating-point expression, and compare the expressions of the output rows "
-        "over all configurations. Equal expressions have equal bits for all inputs. Exit 0: one expression; 1: "
-        "several, or a result that the inputs do not fix; 2: some configuration could not be run.",
+        "over all configurations. Equal expressions have equal bits for all float inputs on one GPU. Exit 0: one "
+        "expression; 1: several, or a result that the inputs do not fix; 2: some configuration could not be judged, or "
+        "without --rows, a row count up to 65,536 launches something that was not judged.",
         epilog="the function makes its inputs with torch, on the CPU, launches kernels as usual and returns what they "
         "wrote: def matmul(rows, BLOCK_M=64): ...; return out",
     )
@@ -35,7 +36,8 @@ def add_parser(commands: Any) -> None:
         "--rows",
         type=numbers,
         metavar="R,R…",
-        help=f"row counts, passed as rows (default: {','.join(map(str, ROWS))} if the function has rows)",
+        help=f"row counts, passed as rows (default: {','.join(map(str, ROWS))} if the function has rows, and those that "
+        "launch something else)",
     )
     parser.add_argument(
         "--vary",
