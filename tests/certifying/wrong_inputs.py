@@ -51,7 +51,7 @@ def weights_made_by_rows(rows):
 
 
 def mask_hides_rows(rows):
-    """an attention mask [rows, N] of its own for every row: rows are not comparable, the order follows the row's parity"""
+    """A mask [rows, N] of its own for every row; the order follows the row's parity."""
     x, out = torch.randn(rows, N), torch.empty(rows)
     mask = (torch.arange(rows)[:, None] + torch.arange(N)[None, :]) % 7 > 0
     masked_sum[(rows,)](x, mask, out, N, 64)

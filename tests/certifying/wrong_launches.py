@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 from triton.language.extra import libdevice
+from triton.language.extra.cuda import gdc_launch_dependents
 
 N = 256
 
@@ -195,7 +196,7 @@ def kernel_factory(order):
     @triton.jit
     def kernel(x, out, n, BLOCK: tl.constexpr):
         r = tl.program_id(0)
-        c = tl.arange(0, BLOCK)
+        tl.arange(0, BLOCK)
         tl.store(out + r, tl.load(x + r) * 2.0)
 
     return kernel
@@ -272,7 +273,7 @@ def alignment(rows, offset=0):
 def block_pointer_sum(x, out, M, n, BLOCK: tl.constexpr):
     p = tl.make_block_ptr(x, (M, n), (n, 1), (tl.program_id(0), 0), (1, BLOCK), (1, 0))
     total = tl.zeros((1,), tl.float32)
-    for j in range(0, n, BLOCK):
+    for _j in range(0, n, BLOCK):
         total += tl.sum(tl.load(p, boundary_check=(0, 1), padding_option="zero"), axis=1)
         p = tl.advance(p, (0, BLOCK))
     tl.store(out + tl.program_id(0) + tl.arange(0, 1), total)
@@ -432,7 +433,6 @@ def loop_on_neighbours_length(x, lengths, out, n, rows, BLOCK: tl.constexpr):
     longest = tl.max(
         tl.load(lengths + tl.arange(0, 256), mask=tl.arange(0, 256) < rows, other=0), axis=0
     )
-    step = tl.where(longest > 200, BLOCK, BLOCK)
     total = 0.0
     first = (longest % 4) * BLOCK
     for j in range(0, n, BLOCK):
@@ -643,7 +643,6 @@ def loop_forever(x, out, n, rows, BLOCK: tl.constexpr):
 
 
 # ---- programmatic dependent launch: the second kernel may run before the first has ended
-from triton.language.extra.cuda import gdc_launch_dependents
 
 
 @triton.jit
@@ -744,7 +743,7 @@ def open_products_by_warps(rows):
 
 
 def channels_first_4(rows):
-    """features first, four entries per row: x [64, rows * 4]. Its stride is a multiple of 16 for every 4th row count, and for none of 1, 3, 70, 130"""
+    """Features first, four entries per row: the stride is a multiple of 16 for none of 1, 3, 70 and 130 rows."""
     x, out = torch.randn(64, rows * 4), torch.empty(rows * 4)
     channel_sums[(triton.cdiv(rows * 4, 32),)](x, out, rows * 4, 64, 32)
     return out

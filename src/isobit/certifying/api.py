@@ -16,6 +16,7 @@ import torch
 from isobit import __version__
 from isobit.certifying.judging.certificate import cautions, judge_target, shared_targets
 from isobit.certifying.judging.configurations import Surveyed, plan
+from isobit.certifying.judging.first_call import compare_first, first_launches
 from isobit.certifying.judging.judging import shown
 from isobit.certifying.judging.scan import Scanned, scan_and_add
 from isobit.certifying.records import Certified, TargetReport, TensorRead
@@ -132,15 +133,19 @@ def certify(
     plans = plan(function, rows, vary or {})
     notes: list[str] = []
     unjudged: list[str] = []
+    unsettled: list[str] = []
     scanned = Scanned()
     found = list[TargetReport]()
     tensors: tuple[TensorRead, ...] = ()
     steps = Steps(progress)
     for at, target in enumerate(targets):
+        first = first_launches(function, target, plans) if at == 0 else {}
         surveyed = Surveyed(function, target, plans).survey()
         scanned = scan_and_add(surveyed, add=rows is None)
         notes += [note for note in scanned.remarks if note not in notes]
+        scanned.unsettled += compare_first(surveyed, first)
         unjudged += [text for one in scanned.unjudged if (text := str(one)) not in unjudged]
+        unsettled += [text for one in scanned.unsettled if (text := str(one)) not in unsettled]
         steps.expect(len(surveyed.expanded), len(targets) - at - 1)
         compiler = Compiler(target, progress=steps.tell)
         tensors = tensors or surveyed.tensors()
@@ -158,6 +163,7 @@ def certify(
         rows_given=rows is not None,
         scanned=tuple(dict.fromkeys(scanned.counts)),
         unjudged=tuple(unjudged),
+        unsettled=tuple(unsettled),
         notes=(*notes, *cautions(reports)),
         triton=str(triton.__version__),
         seconds=time.perf_counter() - began,

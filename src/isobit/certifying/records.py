@@ -314,6 +314,7 @@ class Certified:
         rows_given: whether the caller chose the row counts.
         scanned: row counts that were launched without being executed.
         unjudged: what some of them launch that no judged row count launches.
+        unsettled: what the judged row counts may launch besides, such as with gradients recorded.
         notes: facts that a reader should know, such as inputs that torch computed from others.
         triton, seconds: Triton's version, and the time of everything.
         provenance: software, machine, command and time.
@@ -328,6 +329,7 @@ class Certified:
     rows_given: bool = False
     scanned: tuple[int, ...] = ()
     unjudged: tuple[str, ...] = ()
+    unsettled: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     triton: str = ""
     seconds: float = 0.0
@@ -339,7 +341,7 @@ class Certified:
 
         Whoever gives row counts asks about these; without them, a row count that launches something else is left out.
         """
-        whole = self.rows_given or not self.unjudged
+        whole = not self.unsettled and (self.rows_given or not self.unjudged)
         return whole and bool(self.targets) and all(target.kept for target in self.targets)
 
     @property

@@ -113,11 +113,13 @@ class Scanned:
     Attributes:
         counts: the row counts that were launched.
         unjudged: those that launch something else than the judged ones.
+        unsettled: judged row counts that may launch something else.
         remarks: what else is not judged, such as a backward pass.
     """
 
     counts: list[int] = field(default_factory=list)
     unjudged: list[Unjudged] = field(default_factory=list)
+    unsettled: list[Unjudged] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
 
 
@@ -260,7 +262,7 @@ def look_at_gradients(
         new = [each for each in found if each.code not in {r.code for r in reference}]
         name = new[0].kernel if new else "something else"
         says = f" ({new[0].says})" if new else ""
-        scanned.unjudged.append(
+        scanned.unsettled.append(
             Unjudged((one.rows or 1,), f"with gradients recorded, {name}{says} is launched")
         )
     if any(isinstance(each, torch.Tensor) and each.requires_grad for each in outputs):

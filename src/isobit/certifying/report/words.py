@@ -211,10 +211,9 @@ def describe_rows(found: Certified) -> list[str]:
                 f"Row counts tried: {tried}; {len(found.scanned)} others up to {max(found.scanned):,} launch the same "
                 "compiled kernels."
             )
-    if found.unjudged:
-        more = len(found.unjudged) - 1
-        also = f" (and {more} more)" if more > 0 else ""
-        parts.append(f"Not judged: {found.unjudged[0]}{also}.")
+    if left := (*found.unsettled, *found.unjudged):
+        also = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
+        parts.append(f"Not judged: {left[0]}{also}.")
     return parts
 
 
