@@ -91,8 +91,8 @@ class KernelFacts:
 
     @property
     def may_fuse(self) -> bool:
-        """Whether ptxas may have fused what the PTX leaves open; machine code without any shows that it has not."""
-        return self.open_products > 0 and (self.fused > 0 or self.machine_fused != 0)
+        """Whether ptxas may have fused what the PTX leaves open: its machine code has not as many as the PTX."""
+        return self.open_products > 0 and self.machine_fused != self.fused
 
 
 @dataclass(frozen=True)

@@ -139,6 +139,9 @@ class Surveyed:
     known: Known = field(default_factory=Known)
     labels: dict[tuple[Any, ...], str] = field(default_factory=dict)  # of autotuned kernels
     entries: dict[tuple[Settings, str], list[Entry]] = field(default_factory=dict)
+    programs: dict[int | None, int] = field(
+        default_factory=dict
+    )  # by rows: what an execution costs
 
     def survey(self) -> Surveyed:
         """Run every configuration twice without executing; the second time, what the function caches is there."""

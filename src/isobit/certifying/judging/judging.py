@@ -16,7 +16,7 @@ another position. Integers carry no label: so the integers of every other row ar
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -44,22 +44,20 @@ from isobit.certifying.running.refusals import (
 from isobit.certifying.running.storages import Arrangement, Names
 from isobit.errors import IsobitError
 
-BASES = (2, 3, 4, 6, 8, 12, 16)  # of the digits that are labels
-
-
 AS_IT_IS = Arrangement()
 
 
-def digits(base: int) -> Callable[[int], int]:
-    """Return a function from a number of rows to what executing it under all digits costs, in rows."""
+def digits(count: int, base: int) -> int:
+    """Return how many digits row numbers below a count have.
 
-    def cost(count: int) -> int:
-        needed = 1
-        while base**needed < count:
-            needed += 1
-        return needed * count
-
-    return cost
+    Example:
+        >>> digits(1, 4), digits(16, 4), digits(17, 4)
+        (1, 2, 3)
+    """
+    needed = 1
+    while base**needed < count:
+        needed += 1
+    return needed
 
 
 @dataclass
@@ -343,7 +341,7 @@ class Judge:
         """Execute a configuration under every label, and keep the names of its rows."""
         count = 1 if one.rows is None else one.rows
         counts = [p.rows or 1 for p in self.surveyed.expanded]
-        self.base = min(BASES, key=lambda base: base * count + sum(map(digits(base), counts)))
+        self.base = self.cheapest_base(count, counts)
         plain = self.execute(one, [0] * count)[1]
         self.classify(one, plain)
         names = {}
@@ -352,6 +350,16 @@ class Judge:
             for row, integers in enumerate(rows.integers):
                 names.setdefault((integers, label), rows.names[row].copy())
         self.references = names
+
+    def cheapest_base(self, reference: int, counts: list[int]) -> int:
+        """Return the base of labels that needs the fewest programs: for references, and for digits of rows."""
+        programs = {count: self.surveyed.programs.get(count, count) for count in counts}
+
+        def cost(base: int) -> int:
+            runs = sum(digits(count, base) * programs[count] for count in counts)
+            return base * self.surveyed.programs.get(reference, reference) + runs
+
+        return min(range(2, max(*counts, 2) + 1), key=cost)
 
     def kernel_number(self, facts: KernelFacts) -> int:
         """Return the number of a compiled kernel in the list, adding it if it is new."""

@@ -33,7 +33,7 @@ SCANNED = tuple(
         | {24, 48, 96, 100, 192, 200, 300, 384, 777, 1000, 1536, 5000, 10000, 20000, 40000, 60000}
     )
 )
-BYTES, SECONDS = 1 << 28, 4.0  # of tensors that a call may make, and of processor time for a scan
+BYTES, SECONDS = 1 << 29, 4.0  # of tensors that a call may make, and of processor time for a scan
 EXECUTED = 300  # rows; a launch of more is not executed without being asked for
 TILES = np.arange(1, 2049)  # rows of a tile that a rule may have
 PARTS = np.array([1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64, 96, 128])
@@ -55,6 +55,7 @@ class Scan(Pilot):
 
     target: str = ""
     found: list[Launch] = field(default_factory=list)
+    programs: int = 0
     keeps: bool = False
 
     def launch(
@@ -76,6 +77,7 @@ class Scan(Pilot):
         written = kernel.fn.__code__
         code = (written.co_filename, written.co_firstlineno, kernel.__name__, *made.key)
         self.launches.append(kernel.__name__)
+        self.programs += int(np.prod(size))
         self.found.append(
             Launch(
                 kernel.__name__,
@@ -191,6 +193,7 @@ def scan_setting(
 ) -> None:
     """Scan the row counts of one setting."""
     known = {rows: launched(surveyed, Planned(rows, settings)) for rows in judged}
+    surveyed.programs |= {rows: scan.programs for rows, (_, scan, _) in known.items()}
     codes = {tuple(one.code for one in found) for found, _, _ in known.values()}
     single = {one.code for found, _, _ in known.values() for one in found}
     rules = number_rules({rows: found for rows, (found, _, _) in known.items()})
