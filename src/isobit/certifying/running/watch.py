@@ -11,6 +11,7 @@ outside torch in every call (`torch.from_numpy`) is named by the argument that i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -70,6 +71,9 @@ READS = ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal")  # valu
 SIZES = frozenset(
     ("size", "stride", "layout", "device", "pin_memory", "memory_format", "non_blocking", "end")
 )
+
+
+SMALL = 1 << 16  # elements that are filled with zeros where their values do not matter
 
 
 class Receiver(Protocol):
@@ -197,9 +201,7 @@ class Watch(DispatchMode):  # type: ignore[misc]
 
     receiver: Receiver
     known: Known = field(default_factory=Known)
-    lazy: bool = (
-        False  # whether random numbers are zeros, which take no memory until somebody writes them
-    )
+    lazy: bool = False  # whether random numbers are not drawn
     bytes: int = 0  # that torch made
     made: dict[int, Made] = field(default_factory=dict)
     history: dict[str, Made] = field(default_factory=dict)
@@ -241,12 +243,13 @@ class Watch(DispatchMode):  # type: ignore[misc]
         return found
 
     def draw(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return zeros instead of random numbers: only the launches matter."""
+        """Return zeros instead of random numbers, or memory that nobody touches: only the launches matter."""
         arguments = {a.name: v for a, v in given_arguments(func, args, kwargs)}
         if func._schema.name.endswith("_") or "size" not in arguments:
             return arguments.get("self") if func._schema.name.endswith("_") else None
         whole = torch.int64 if "randint" in func._schema.name else torch.get_default_dtype()
-        return torch.zeros(arguments["size"], dtype=arguments.get("dtype") or whole)
+        make = torch.zeros if math.prod(arguments["size"]) < SMALL else torch.empty
+        return make(arguments["size"], dtype=arguments.get("dtype") or whole)
 
     def check(self, name: str, given: list[torch.Tensor], changed: list[torch.Tensor]) -> None:
         """Raise an error if an operator reads a kernel's result, or changes a kernel's argument."""
