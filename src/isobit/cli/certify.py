@@ -16,6 +16,8 @@ from isobit.certifying.records import Certified
 from isobit.certifying.report.json import certificate_as_json
 from isobit.certifying.report.page import write_certificate_page
 from isobit.certifying.report.text import describe_certificate
+from isobit.certifying.running.compile import absent_driver, check_target
+from isobit.certifying.running.stand_in import standing_in
 from isobit.cli.named_code import load_module
 from isobit.cli.progress import SELDOM, Steps
 from isobit.cli.provenance import provenance_of
@@ -32,7 +34,8 @@ def run(options: argparse.Namespace) -> int:
     title = f"certifying {options.function}"
     # What a wrapper prints is not part of the record.
     with Steps(title, quiet=options.quiet, every=SELDOM) as steps, redirect_stdout(sys.stderr):
-        function = find(options.function, options.trust)
+        with absent_driver(check_target(options.target[0])), standing_in(options.target[0]):
+            function = find(options.function, options.trust)
         found = certify(
             function,
             rows=options.rows,

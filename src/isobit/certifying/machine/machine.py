@@ -91,6 +91,7 @@ class Machine(State):
         self.state: dict[str, Any] = {}  # of opcodes that keep state within a CTA
         self.current: Instruction = program.instructions[0]
         self.guard_names: Names | None = None
+        self.poison: dict[int, dict[int, int]] = {}
         self.integer_bits: IntegerBits | None = None
         self.written_before: set[int] = set()
         self.read_before: set[int] = set()

@@ -33,6 +33,7 @@ class MemoryAccess(RegisterAccess):
     # With programmatic dependent launch: buffers that an earlier launch may still write, or read
     written_before: set[int]
     read_before: set[int]
+    poison: dict[int, dict[int, int]]  # buffer -> byte -> the only thread that reads it in time
     integer_bits: IntegerBits | None  # followed if a buffer has integers
     waited: bool  # whether this CTA has waited for the launches before
 
@@ -126,6 +127,8 @@ class MemoryAccess(RegisterAccess):
                 self.integer_bits.touched |= bool(buffer.integers[index].any())
             if self.races is not None:
                 self.races.read(Access(self.current, buffer, at, size, part))
+            if id(buffer) in self.poison:
+                found = self.poisoned(buffer, at, width, part, data[part], found)
             if found is not None:
                 found, empty = memory.known(found)
                 if empty:
@@ -136,6 +139,18 @@ class MemoryAccess(RegisterAccess):
             if made is not None and found is None:
                 made[part] = nm.fixed_half(data[part])
         return data, made
+
+    def poisoned(
+        self, buffer: Buffer, at: Array, width: int, part: Array, data: Array, found: Names | None
+    ) -> Names:
+        """Return names that equal no others for what a thread may read after another has written it."""
+        writers = self.poison[id(buffer)]
+        made = nm.fixed_half(data) if found is None else found.copy()
+        for row, (start, thread) in enumerate(zip(at.tolist(), part.tolist(), strict=True)):
+            for half in range(width):
+                if writers.get((start + 2 * half) & ~1, thread) != thread:
+                    made[row, half] = registers.unknown_names(1)[0]
+        return made
 
     def store(
         self,

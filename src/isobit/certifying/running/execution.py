@@ -17,6 +17,8 @@ from isobit.certifying.machine import Buffer, Machine, Pointer
 from isobit.certifying.records import KernelFacts
 from isobit.certifying.running.capture import Choices, captured
 from isobit.certifying.running.compile import Compiled, Compiler, absent_driver, specialise
+from isobit.certifying.running.refusals import RaceError
+from isobit.certifying.running.stand_in import standing_in
 from isobit.certifying.running.storages import (
     Arrangement,
     Inputs,
@@ -200,10 +202,15 @@ class Execution:
             if 0 in size:
                 return
             engine = ENGINE_OF_TARGET[self.compiler.target]
-            machine = Machine(made.program, engine=engine, names=True, record=self.record)
             overlaps = bool(getattr(call.options, "launch_pdl", False))
-            self.dependence.before(machine, self.storages, overlaps)
-            machine.run((*size, 1, 1)[:3], given, shared_bytes=made.shared_bytes)
+
+            def prepared() -> Machine:
+                machine = Machine(made.program, engine=engine, names=True, record=self.record)
+                assert self.storages is not None
+                self.dependence.before(machine, self.storages, overlaps)
+                return machine
+
+            machine = self.run_machine(prepared, (*size, 1, 1)[:3], given, made)
             self.dependence.after(machine, self.storages, overlaps)
             self.executed += machine.executed
             self.remarks += [
@@ -215,6 +222,43 @@ class Execution:
             self.approximate |= machine.approximate
             if self.record:
                 self.machines.append((machine, made))
+
+    def run_machine(
+        self,
+        prepared: Callable[[], Machine],
+        size: Sequence[int],
+        given: Sequence[Buffer | Pointer | int | float],
+        made: Compiled,
+    ) -> Machine:
+        """Run a kernel. A read that may come too late is no race if nothing that is stored depends on it.
+
+        A kernel that works in place may have more threads than elements: several load one element, and one of them
+        stores it. Such reads are poisoned with names that equal no others, twice: if memory then has the same
+        names, nobody uses them.
+        """
+        assert self.storages is not None
+        kept = self.storages.snapshot()
+        machine = prepared()
+        try:
+            return machine.run(size, given, shared_bytes=made.shared_bytes)
+        except RaceError:
+            if machine.races is None or not machine.races.is_late:
+                raise
+        late: dict[int, dict[int, int]] = {}
+        memory = []
+        for attempt in range(3):
+            self.storages.put_back(kept)
+            machine = prepared()
+            assert machine.races is not None
+            machine.races.late = late if not attempt else {}
+            machine.poison = late if attempt else {}
+            machine.run(size, given, shared_bytes=made.shared_bytes)
+            memory.append([held.names.copy() for held in self.storages.held.values()])
+        if any(not np.array_equal(a, b) for a, b in zip(memory[1], memory[2], strict=True)):
+            self.storages.put_back(kept)
+            machine = prepared()
+            machine.run(size, given, shared_bytes=made.shared_bytes)  # raises what it raised
+        return machine
 
     def knows(self, storage: int) -> bool:
         """Tell whether a storage was an argument of a launch."""
@@ -288,6 +332,7 @@ def call(
             torch.random.fork_rng(devices=[]),
             torch.set_grad_enabled(isinstance(receiver, Pilot) and receiver.grad),
             absent_driver(target),
+            standing_in(target),
             captured(receiver, receiver.choices),
             watch,
         ):

@@ -168,6 +168,10 @@ class Storages:
     def start_launch(self) -> None:
         """Forget the buffers of the launch before: a launch is ordered after it, so no race joins the two."""
         for held in self.held.values():
+            stored = None if held.buffer is None else held.buffer.integers
+            if stored is not None and held.integers is None:  # a kernel stored integers there
+                held.integers = np.zeros(len(held.names), dtype=bool)
+                held.integers[-len(stored) :] = stored
             held.buffer = None
 
     def hold(self, tensor: torch.Tensor, text: str) -> Held:
@@ -280,6 +284,28 @@ class Storages:
             parts.append(index.reshape(shape))
         made = names.mix(*parts)
         return np.broadcast_to(made, tuple(tensor.shape)).reshape(-1)
+
+    def snapshot(self) -> list[tuple[Held, bytes, Names, Any]]:
+        """Return what storages hold before a launch, so that it can be run again."""
+        return [
+            (
+                held,
+                held.data.tobytes(),
+                held.names.copy(),
+                None if held.integers is None else held.integers.copy(),
+            )
+            for held in self.held.values()
+            if held.buffer is not None
+        ]
+
+    @staticmethod
+    def put_back(kept: list[tuple[Held, bytes, Names, Any]]) -> None:
+        """Put back what storages held before a launch."""
+        for held, data, named, integers in kept:
+            held.data[:] = np.frombuffer(data, dtype=np.uint8)
+            held.names[:] = named
+            if held.integers is not None:
+                held.integers[:] = integers
 
     def restore(self) -> None:
         """Put back the content of storages that the function did not make."""

@@ -36,8 +36,8 @@ def add_parser(commands: Any) -> None:
         "--rows",
         type=numbers,
         metavar="R,R…",
-        help=f"row counts, passed as rows (default: {','.join(map(str, ROWS))} if the function has rows, and those that "
-        "launch something else)",
+        help=f"row counts, passed as rows (default: {','.join(map(str, ROWS))} if the function has rows, and those "
+        "that launch something else)",
     )
     parser.add_argument(
         "--vary",
