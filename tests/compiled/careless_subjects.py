@@ -130,6 +130,18 @@ def asserts(rows):
     return out
 
 
+def asks_the_card(rows):
+    """A wrapper that is written for a GPU: it checks, asks, and makes its output there."""
+    x = torch.randn(rows, WIDTH, device="cuda")
+    assert x.is_cuda
+    assert torch.cuda.get_device_capability(x.device) == (8, 0)
+    assert torch.cuda.get_device_properties("cuda").multi_processor_count == 108
+    out = torch.empty(x.shape, device=torch.device("cuda", 0))
+    with torch.cuda.device(x.device):
+        norm_kernel[(rows,)](x, out, rows, WIDTH)
+    return out.to("cuda")
+
+
 def calls_cuda(rows):
     x = make(rows).cuda()
     out = torch.empty_like(x)

@@ -32,6 +32,8 @@ def outcomes_of(found):
         careless.two_views,
         careless.launches_in_thread,
         careless.exponential,
+        careless.calls_cuda,
+        careless.asks_the_card,
     ],
 )
 def test_unusual_but_right_functions_are_kept(function):
@@ -54,12 +56,11 @@ def test_views_that_overlap_are_one_buffer():
     assert "another tensor" in outcomes_of(found)[0].remedy
 
 
-def test_fewer_warps_are_a_remedy_for_threads_that_load_one_element():
+def test_threads_that_load_one_element_in_place_are_no_race_if_one_stores():
+    """With 4 warps two threads load an element and one stores it: what the other reads too late is never used."""
     found = certify(careless.in_place, vary={"num_warps": (2, 4)})
-    verdicts = {dict(one.configuration.settings)["num_warps"]: one for one in outcomes_of(found)}
-    assert verdicts["2"].verdict == EXECUTED
-    assert verdicts["4"].verdict == BROKEN
-    assert "fewer warps" in verdicts["4"].remedy
+    assert found.kept, str(found)
+    assert {one.verdict for one in outcomes_of(found)} == {EXECUTED}
 
 
 @pytest.mark.parametrize(
@@ -86,7 +87,6 @@ def test_what_cannot_be_judged_is_refused_by_name(function, reason, remedy):
         (careless.returns_dict, "dict"),
         (careless.returns_some, "a tuple of Tensor, NoneType"),
         (careless.returns_number, "float"),
-        (careless.calls_cuda, "CUDA"),
         (careless.exits, "SystemExit"),
     ],
 )

@@ -16,8 +16,9 @@ import torch
 from isobit import __version__
 from isobit.certifying.judging.certificate import cautions, judge_target, shared_targets
 from isobit.certifying.judging.configurations import Surveyed, plan
+from isobit.certifying.judging.first_call import compare_first, first_launches
 from isobit.certifying.judging.judging import shown
-from isobit.certifying.names.derived_inputs import derived_notes
+from isobit.certifying.judging.scan import Scanned, scan_and_add
 from isobit.certifying.records import Certified, TargetReport, TensorRead
 from isobit.certifying.report.json import certificate_as_json, plain_certificate
 from isobit.certifying.report.page import write_certificate_page
@@ -93,14 +94,16 @@ def certify(
 
     The function is called as it is, once per configuration. Its launches are compiled for each target and the PTX is
     executed on this CPU; every value carries the name of the expression that made it. Equal names mean equal bits for
-    all inputs, so two configurations whose rows have the same names cannot differ on any input.
+    all float inputs, so two configurations whose rows have the same names cannot differ on any of them on one GPU.
 
     `isobit.reveal.certify` is another function: it finds the order of sums of code that it can only call.
 
     Args:
         function: Ordinary wrapper code: it makes tensors on the CPU, launches kernels and returns what they wrote.
             A parameter `rows` is the number of rows, that is of independent samples.
-        rows: Row counts to compare; default 1, 3, 70 and 130 if the function has `rows`.
+        rows: Row counts to compare. By default, if the function has `rows`, 1, 3, 16, 64, 70 and 130, and others that
+            launch something else. Up to 65,536 rows are launched without being executed; if what they launch was not
+            judged, the certificate says so, and is not kept unless row counts were given.
         vary: Values of other parameters of the function, such as `{"BLOCK_M": (16, 64)}`.
         targets: GPUs to compile for.
         ptx: A folder to write the PTX of every compiled kernel to.
@@ -129,15 +132,23 @@ def certify(
     targets = tuple(dict.fromkeys(check_target(target) for target in targets))
     plans = plan(function, rows, vary or {})
     notes: list[str] = []
+    unjudged: list[str] = []
+    unsettled: list[str] = []
+    scanned = Scanned()
     found = list[TargetReport]()
     tensors: tuple[TensorRead, ...] = ()
     steps = Steps(progress)
     for at, target in enumerate(targets):
+        first = first_launches(function, target, plans) if at == 0 else {}
         surveyed = Surveyed(function, target, plans).survey()
+        scanned = scan_and_add(surveyed, add=rows is None)
+        notes += [note for note in scanned.remarks if note not in notes]
+        scanned.unsettled += compare_first(surveyed, first)
+        unjudged += [text for one in scanned.unjudged if (text := str(one)) not in unjudged]
+        unsettled += [text for one in scanned.unsettled if (text := str(one)) not in unsettled]
         steps.expect(len(surveyed.expanded), len(targets) - at - 1)
         compiler = Compiler(target, progress=steps.tell)
         tensors = tensors or surveyed.tensors()
-        notes += [note for note in derived_notes(surveyed) if note not in notes]
         found.append(judge_target(surveyed, compiler, steps, notes))
         if ptx is not None:
             write_ptx(Path(ptx), compiler)
@@ -149,6 +160,10 @@ def certify(
         vary=tuple((name, tuple(map(shown, values))) for name, values in (vary or {}).items()),
         tensors=tensors,
         groups=shared_targets(reports),
+        rows_given=rows is not None,
+        scanned=tuple(dict.fromkeys(scanned.counts)),
+        unjudged=tuple(unjudged),
+        unsettled=tuple(unsettled),
         notes=(*notes, *cautions(reports)),
         triton=str(triton.__version__),
         seconds=time.perf_counter() - began,

@@ -64,6 +64,8 @@ class KernelFacts:
         flushes: instructions that flush subnormal numbers to zero (`.ftz`), by name.
         fused, fusion_allowed: `fma` on floats in the text, and whether the compiler may make them (`enable_fp_fusion`).
         open_products: sums of a product that the PTX leaves unfused without forbidding it: ptxas may fuse them.
+        machine_fused: fused multiply-adds on floats in the machine code of a kernel with open products, by Triton's
+            ptxas; None if it was not looked at.
         approximate: approximate instructions by name, such as {"ex2.approx.ftz.f32": 2}.
         lines: lines of PTX.
     """
@@ -83,8 +85,14 @@ class KernelFacts:
     fused: int = 0
     fusion_allowed: bool = True
     open_products: int = 0
+    machine_fused: int | None = None
     approximate: dict[str, int] = field(default_factory=dict)
     lines: int = 0
+
+    @property
+    def may_fuse(self) -> bool:
+        """Whether ptxas may have fused what the PTX leaves open: its machine code has not as many as the PTX."""
+        return self.open_products > 0 and self.machine_fused != self.fused
 
 
 @dataclass(frozen=True)
@@ -110,6 +118,8 @@ class Outcome:
         verdict: EXECUTED, BROKEN or REFUSED.
         expressions: the expressions of its rows, the one with the most rows first.
         names, unwritten: output elements whose names were compared, and those that no kernel wrote.
+        rows_compared: rows that were compared with another row, or with themselves at another position; None if it
+            was not counted.
         bits_equal: of `bits_rows`, rows whose bits equal those of the same row in the first configuration that has it.
         launches, kernels: how many, and indices into `TargetReport.kernels` in their sequence.
         executed: instructions executed, counted once per program, not per thread.
@@ -122,6 +132,7 @@ class Outcome:
     verdict: str = EXECUTED
     expressions: tuple[Share, ...] = ()
     names: int = 0
+    rows_compared: int | None = None
     unwritten: int = 0
     bits_equal: int = 0
     bits_rows: int = 0
@@ -252,7 +263,14 @@ class TargetReport:
             len(self.classes) == 1
             and self.names > 0
             and all(one.verdict == EXECUTED and one.names for one in self.outcomes)
+            and self.rows_compared in (None, self.rows)
         )
+
+    @property
+    def rows_compared(self) -> int | None:
+        """Output rows that were compared with another row, or with themselves at another position."""
+        counts = [one.rows_compared for one in self.outcomes if one.rows_compared is not None]
+        return sum(counts) if counts else None
 
     @property
     def exit_code(self) -> int:
@@ -293,6 +311,10 @@ class Certified:
         tensors: how inputs and outputs were read.
         groups: targets that share one expression, each group with all its targets; targets that are not kept are
             left out.
+        rows_given: whether the caller chose the row counts.
+        scanned: row counts that were launched without being executed.
+        unjudged: what some of them launch that no judged row count launches.
+        unsettled: what the judged row counts may launch besides, such as with gradients recorded.
         notes: facts that a reader should know, such as inputs that torch computed from others.
         triton, seconds: Triton's version, and the time of everything.
         provenance: software, machine, command and time.
@@ -304,6 +326,10 @@ class Certified:
     vary: tuple[tuple[str, tuple[str, ...]], ...] = ()
     tensors: tuple[TensorRead, ...] = ()
     groups: tuple[tuple[str, ...], ...] = ()
+    rows_given: bool = False
+    scanned: tuple[int, ...] = ()
+    unjudged: tuple[str, ...] = ()
+    unsettled: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     triton: str = ""
     seconds: float = 0.0
@@ -311,8 +337,12 @@ class Certified:
 
     @property
     def kept(self) -> bool:
-        """True if on every target all rows of all configurations have one expression."""
-        return bool(self.targets) and all(target.kept for target in self.targets)
+        """True if on every target all rows of all configurations have one expression, and nothing is left out.
+
+        Whoever gives row counts asks about these; without them, a row count that launches something else is left out.
+        """
+        whole = not self.unsettled and (self.rows_given or not self.unjudged)
+        return whole and bool(self.targets) and all(target.kept for target in self.targets)
 
     @property
     def classes(self) -> tuple[ExpressionClass, ...]:
@@ -328,4 +358,5 @@ class Certified:
     def exit_code(self) -> int:
         """0 if kept, 1 if it fails on a target, 2 if not enough ran to say."""
         codes = [target.exit_code for target in self.targets]
-        return 1 if 1 in codes else max(codes, default=2)
+        code = 1 if 1 in codes else max(codes, default=2)
+        return code if self.kept or code else 2

@@ -27,7 +27,7 @@ from isobit.foundation import files
 
 ADAPTER = "def certified(rows): x = torch.randn(rows, 256); out = torch.empty_like(x); kernel[grid](x, out); return out"
 
-ROWS = (1, 3, 70, 130)
+ROWS = (1, 3, 16, 64, 70, 130)
 TARGETS = ("sm_80", "sm_90", "sm_100")
 WORDS = {"true": True, "false": False, "none": None}
 
@@ -38,8 +38,9 @@ def add_parser(commands: Any) -> None:
         "certify",
         description="Compile the Triton kernels that a function launches for each target, run the compiled code on "
         "this CPU with a name for every floating-point expression, and compare the expressions of the output rows "
-        "over all configurations. Equal expressions have equal bits for all inputs. Exit 0: one expression; 1: "
-        "several, or a result that the inputs do not fix; 2: some configuration could not be run.",
+        "over all configurations. Equal expressions have equal bits for all float inputs on one GPU. Exit 0: one "
+        "expression; 1: several, or a result that the inputs do not fix; 2: some configuration could not be judged, or "
+        "without --rows, a row count up to 65,536 launches something that was not judged.",
         epilog="the function makes its inputs with torch, on the CPU, launches kernels as usual and returns what they "
         "wrote: def matmul(rows, BLOCK_M=64): ...; return out",
     )
@@ -50,7 +51,8 @@ def add_parser(commands: Any) -> None:
         "--rows",
         type=numbers,
         metavar="R,R…",
-        help=f"row counts, passed as rows (default: {','.join(map(str, ROWS))} if the function has rows)",
+        help=f"row counts, passed as rows (default: {','.join(map(str, ROWS))} if the function has rows, and those "
+        "that launch something else)",
     )
     parser.add_argument(
         "--vary",
@@ -115,12 +117,15 @@ def value(text: str) -> Any:
 def run(options: argparse.Namespace) -> int:
     """Certify a function's kernels, and print the certificate."""
     from isobit.certifying.api import certify
+    from isobit.certifying.running.compile import absent_driver, check_target
+    from isobit.certifying.running.stand_in import standing_in
 
     check_paths(options)
     title = f"certifying {options.function}"
     # What a wrapper prints is not part of the record.
     with Steps(title, quiet=options.quiet, every=SELDOM) as steps, redirect_stdout(sys.stderr):
-        function = find(options.function, options.trust)
+        with absent_driver(check_target(options.target[0])), standing_in(options.target[0]):
+            function = find(options.function, options.trust)
         found = certify(
             function,
             rows=options.rows,

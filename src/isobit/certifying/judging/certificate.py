@@ -46,6 +46,7 @@ def judge_target(
             outcome,
             expressions=judge.shares(number, digests),
             names=judge.compared(number),
+            rows_compared=judge.compared_rows(number),
         )
         for number, outcome in enumerate(judge.outcomes)
     )
@@ -122,11 +123,11 @@ def cautions(targets: tuple[TargetReport, ...]) -> list[str]:
     """Return notes that follow from the facts of the compiled kernels."""
     notes = []
     kernels = [kernel for target in targets for kernel in target.kernels]
-    if opened := [kernel for kernel in kernels if kernel.open_products]:
+    if opened := [kernel for kernel in kernels if kernel.open_products and not kernel.may_fuse]:
         names = ", ".join(dict.fromkeys(kernel.kernel for kernel in opened))
         notes.append(
-            f"in {names} the PTX leaves products and sums unfused that ptxas may still fuse; launch with "
-            "enable_fp_fusion=False to fix them"
+            f"in {names} the PTX leaves products and sums unfused that ptxas may fuse; Triton's ptxas does not: its "
+            "machine code has no more fused multiply-adds. Another ptxas may: enable_fp_fusion=False forbids it"
         )
     outcomes = [outcome for target in targets for outcome in target.outcomes]
     if outcomes and all(one.verdict == EXECUTED and not one.names for one in outcomes):

@@ -11,14 +11,25 @@ from typing import Any
 
 import torch
 
+from isobit.certifying.judging.layouts import Layout, find_layouts, fixed_layout
 from isobit.certifying.judging.row_axes import RowAxis, describe_shape, find_row_axis
 from isobit.certifying.records import TensorRead
 from isobit.certifying.running.capture import Choices
-from isobit.certifying.running.execution import Function, FunctionError, Pilot, call, name_of
+from isobit.certifying.running.execution import (
+    Function,
+    FunctionError,
+    Pilot,
+    View,
+    call,
+    name_of,
+)
+from isobit.certifying.running.storages import Placed
+from isobit.certifying.running.watch import ORDERLESS, Known, Made
 from isobit.errors import ArgumentError, UnsupportedError
 
-ROWS = (1, 3, 70, 130)
+ROWS = (1, 3, 16, 64, 70, 130)
 FAR = 131  # more rows than a tile has, so that an axis padded to whole tiles changes, too
+CHAIN = 4  # operators behind a tensor that a message names
 Settings = tuple[tuple[str, Any], ...]
 
 
@@ -100,9 +111,19 @@ def row_counts(
         raise ArgumentError(
             expected="row counts of at least 1",
             received=str(counts),
-            remedy="such as rows=1,3,70,130",
+            remedy="such as rows=1,3,16,64",
         )
     return counts
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A view of a storage, as it is at any number of rows; `view` is the tensor at `rows`."""
+
+    layout: Layout
+    view: View
+    rows: int
+    place: str
 
 
 @dataclass
@@ -113,15 +134,36 @@ class Surveyed:
     target: str
     plans: list[Planned]
     pilots: dict[Planned, Pilot] = field(default_factory=dict)
-    partners: dict[Planned, Planned] = field(default_factory=dict)
+    partners: dict[Planned, list[Planned]] = field(default_factory=dict)
     expanded: list[Planned] = field(default_factory=list)
+    known: Known = field(default_factory=Known)
+    labels: dict[tuple[Any, ...], str] = field(default_factory=dict)  # of autotuned kernels
+    entries: dict[tuple[Settings, str], list[Entry]] = field(default_factory=dict)
+    programs: dict[int | None, int] = field(
+        default_factory=dict
+    )  # by rows: what an execution costs
 
     def survey(self) -> Surveyed:
         """Run every configuration twice without executing; the second time, what the function caches is there."""
         for _ in range(2):
             self.pilots = {one: self.pilot(one) for one in self.plans}
             self.find_partners()
-        for one in self.plans:
+            self.known.settled = True
+        self.expand(self.plans)
+        return self
+
+    def add(self, rows: Sequence[int]) -> None:
+        """Add row counts to all settings."""
+        settings = dict.fromkeys(one.settings for one in self.plans)
+        new = [Planned(count, each) for each in settings for count in rows]
+        self.plans += new
+        self.pilots |= {one: self.pilot(one) for one in new}
+        self.find_partners()
+        self.expand(new)
+
+    def expand(self, plans: Sequence[Planned]) -> None:
+        """Add the choices of autotuned kernels to configurations."""
+        for one in plans:
             seen = self.pilots[one].choices.seen
             choices: list[tuple[tuple[str, str], ...]] = []
             first = tuple((kernel, texts[0]) for kernel, texts in seen.items() if len(texts) > 1)
@@ -132,27 +174,33 @@ class Surveyed:
             self.expanded += [
                 Planned(one.rows, one.settings, each) for each in dict.fromkeys(choices or [()])
             ]
-        return self
 
     def find_partners(self) -> None:
-        """Run each setting with many more rows: the shapes that change show which axes count rows."""
+        """Run each setting with many more rows, twice: what changes shows which sizes and strides follow the rows."""
         most = max((one.rows or 0) for one in self.plans)
-        for one in self.plans:
-            if one.rows is None:
+        for settings in dict.fromkeys(one.settings for one in self.plans):
+            mine = [p for p in self.plans if p.settings == settings and p.rows is not None]
+            if not mine:
                 continue
-            far = Planned(most + FAR, one.settings)
-            others = [p for p in self.plans if p.settings == one.settings and p.rows != one.rows]
-            if far not in self.pilots:
-                try:
-                    self.pilots[far] = self.pilot(far)
-                except FunctionError:
-                    if not others:
-                        raise
-            self.partners[one] = far if far in self.pilots else others[-1]
+            found = []
+            for count in (most + FAR, most + 2 * FAR + 1):
+                far = Planned(count, settings)
+                if far not in self.pilots:
+                    try:
+                        self.pilots[far] = self.pilot(far)
+                    except FunctionError:
+                        if len({p.rows for p in mine}) == 1:
+                            raise
+                        continue
+                found.append(far)
+            found += sorted(mine, key=lambda p: -(p.rows or 0))
+            for one in mine:
+                self.partners[one] = found[:2]
+        self.entries = {}
 
     def pilot(self, one: Planned) -> Pilot:
         """Run one configuration without executing its launches."""
-        pilot = Pilot(choices=Choices(dict(one.autotune)))
+        pilot = Pilot(known=self.known, choices=Choices(dict(one.autotune), labels=self.labels))
         call(self.function, one.given, pilot, self.target)
         if not pilot.launches:
             raise FunctionError(
@@ -162,25 +210,108 @@ class Surveyed:
             )
         return pilot
 
-    def axis(self, one: Planned, key: str, number: int) -> RowAxis | None:
-        """Return the axis of rows of a view of a storage."""
-        if one.rows is None:
-            return None
-        partner = self.partners[one.plain]
-        mine, other = self.pilots[one.plain].views, self.pilots[partner].views
-        if number >= min(len(mine.get(key, ())), len(other.get(key, ()))):
-            raise UnsupportedError(
-                expected="the same tensors at any number of rows",
-                received=f"{key}, view {number}, is there at {one.rows} rows only",
-                remedy="make tensors in the same sequence for any number of rows",
-            )
-        view, its = mine[key][number], other[key][number]
-        assert partner.rows is not None
-        return find_row_axis(view.argument, view.shape, one.rows, its.shape, partner.rows)
+    # ---- views ----------------------------------------------------------------------------------
+    def entries_of(self, one: Planned, key: str) -> list[Entry]:
+        """Return the views of a storage, as they are at any number of rows."""
+        if (one.settings, key) not in self.entries:
+            if one.rows is None:
+                pairs = [(fixed_layout(v), v) for v in self.pilots[one.plain].views.get(key, ())]
+                rows = 1
+            else:
+                first, second = self.partners[one.plain]
+                assert first.rows is not None
+                assert second.rows is not None
+                views = [self.pilots[each].views.get(key, ()) for each in (first, second)]
+                pairs = find_layouts(views[0], first.rows, views[1], second.rows)
+                rows = first.rows
+            several = len({(p.offset, p.stride) for p, _ in pairs}) > 1
+            self.entries[one.settings, key] = [
+                Entry(
+                    layout,
+                    view,
+                    rows,
+                    str(layout.offset)
+                    + (f" by {', '.join(map(str, layout.stride))}" if several else ""),
+                )
+                for layout, view in pairs
+            ]
+        return self.entries[one.settings, key]
 
-    def argument(self, one: Planned, key: str, number: int) -> str:
-        """Return the name of the kernel's parameter that a view was first passed as."""
-        return self.pilots[one.plain].views[key][number].argument.split(" of ")[0]
+    def entry(self, one: Planned, key: str, tensor: torch.Tensor) -> Entry:
+        """Return the view that a tensor is.
+
+        Raises:
+            UnsupportedError: If other row counts do not have that input.
+        """
+        rows = 1 if one.rows is None else one.rows
+        place = (tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+        found = self.entries_of(one, key)
+        for each in found:
+            if each.layout.dtype == tensor.dtype and each.layout.fits(rows, *place):
+                return each
+        raise self.stranger(one, key, tensor)
+
+    def stranger(self, one: Planned, key: str, tensor: torch.Tensor) -> UnsupportedError:
+        """Return the error for an input that other row counts do not have."""
+        if one.rows is None:
+            return UnsupportedError(
+                expected="a function that passes the same tensors whenever it is called",
+                received=f"a tensor {list(tensor.shape)} that it did not pass before",
+                remedy="make inputs in the same way in every call",
+            )
+        mine, other = self.pilots[one.plain], self.partners[one.plain][0]
+        its = self.pilots[other]
+        texts = [view.argument for view in mine.views.get(key, ())]
+        argument = texts[0] if texts else f"a tensor {list(tensor.shape)}"
+        if key in its.views:
+            shapes = [list(view.shape) for view in its.views[key] if view.argument == argument]
+            there = f"{shapes[0]}" if shapes else "another view of its storage"
+            return UnsupportedError(
+                expected=f"{argument} to be one view of its storage at any number of rows",
+                received=f"{list(tensor.shape)} at {one.rows} rows and {there} at {other.rows} rows",
+                remedy="give rows an axis of their own, and use the same part of a tensor for any number of rows",
+            )
+        theirs = [k for k, views in its.views.items() if any(v.argument == argument for v in views)]
+        return UnsupportedError(
+            expected=f"{argument} to be the same tensor, made in the same way, at any number of rows",
+            received=f"{origin(mine, key)} at {one.rows} rows and "
+            f"{origin(its, theirs[0]) if theirs else 'none'} at {other.rows} rows",
+            remedy="make inputs in the same way for any number of rows; what depends on the number of rows cannot be "
+            "an input",
+        )
+
+    def place(self, one: Planned, key: str, tensor: torch.Tensor) -> Placed:
+        """Return the axis of rows of a view of a storage, and where it is in the storage."""
+        entry = self.entry(one, key, tensor)
+        self.check_parts(one, key)
+        if one.rows is None:
+            return Placed(None, entry.place)
+        axis = find_row_axis(
+            entry.view.argument, tuple(tensor.shape), one.rows, entry.view.shape, entry.rows
+        )
+        if axis is not None and entry.layout.stride[axis.axis].at(entry.rows) == 0:
+            axis = None  # one element for all rows
+        return Placed(axis, entry.place)
+
+    def check_parts(self, one: Planned, key: str) -> None:
+        """Raise an error if torch changed a part of an input that does not follow the rows."""
+        if one.rows is None:
+            return
+        other = self.partners[one.plain][0]
+        assert other.rows is not None
+        watches = self.pilots[one.plain].watch, self.pilots[other].watch
+        mine, its = (
+            [] if w is None or key not in w.history else w.history[key].parts for w in watches
+        )
+        if len(mine) != len(its) or any(
+            a != b and a * other.rows != b * one.rows for a, b in zip(mine, its, strict=False)
+        ):
+            raise UnsupportedError(
+                expected="torch to change the same part of every row of an input before the launch",
+                received=f"another part at {one.rows} rows than at {other.rows} rows of a tensor "
+                f"{origin(self.pilots[one.plain], key)}",
+                remedy="prepare all rows alike",
+            )
 
     def output_axes(self, one: Planned) -> list[RowAxis | None]:
         """Return the axis of rows of every output.
@@ -191,7 +322,7 @@ class Surveyed:
         outputs = self.pilots[one.plain].outputs
         if one.rows is None:
             return [None] * len(outputs)
-        partner = self.partners[one.plain]
+        partner = self.partners[one.plain][0]
         its = self.pilots[partner].outputs
         if len(outputs) != len(its):
             raise UnsupportedError(
@@ -213,24 +344,158 @@ class Surveyed:
             found.append(axis)
         return found
 
-    def fill(self, key: str, number: int, tensor: torch.Tensor) -> None:
-        """Give a float input the values that it has in the largest configuration, so that bits can be compared."""
-        largest = max(self.plans, key=lambda p: p.rows or 0)
-        views = self.pilots[largest].views.get(key, ())
-        if number >= len(views) or not tensor.dtype.is_floating_point:
-            return
-        content = views[number].content
-        if content is None or content.dtype != tensor.dtype or content.dim() != tensor.dim():
-            return
-        if all(a <= b for a, b in zip(tensor.shape, content.shape, strict=True)):
-            for axis, length in enumerate(tensor.shape):
-                content = content.narrow(axis, 0, length)
-            if not any(
-                size > 1 and not stride
-                for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-            ):
-                tensor.detach().copy_(content)
+    # ---- values ---------------------------------------------------------------------------------
+    @property
+    def largest(self) -> Planned:
+        """The configuration with the most rows."""
+        return max(self.plans, key=lambda p: p.rows or 0)
 
+    def twin(self, one: Planned, key: str, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return what an input holds in the largest configuration, cut to the size of the tensor."""
+        try:
+            entry = self.entry(one, key, tensor)
+            views = self.pilots[self.largest].views.get(key, ())
+            same = [
+                view.content
+                for view in views
+                if view.dtype == tensor.dtype
+                and len(view.shape) == tensor.dim()
+                and entry.layout.offset.at(self.largest.rows or 1) == view.offset
+            ]
+        except UnsupportedError:
+            return None
+        content = same[0] if same else None
+        if content is None or any(a > b for a, b in zip(tensor.shape, content.shape, strict=True)):
+            return None
+        for axis, length in enumerate(tensor.shape):
+            content = content.narrow(axis, 0, length)
+        return content
+
+    def fill(self, one: Planned, key: str, tensor: torch.Tensor) -> None:
+        """Give an input the values of the largest configuration: floats, to compare bits, and integers that were drawn.
+
+        Integers that torch draws have no other meaning than to be some: a row has the same in every configuration.
+        """
+        if not tensor.dtype.is_floating_point and not self.is_drawn(one, key):
+            return
+        content = self.twin(one, key, tensor)
+        overlaps = any(
+            size > 1 and not stride
+            for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        )
+        if content is not None and not overlaps:
+            tensor.detach().copy_(content)
+
+    def made(self, one: Planned, key: str) -> Made | None:
+        """Return how torch made a tensor of a configuration."""
+        watch = self.pilots[one.plain].watch
+        return None if watch is None else watch.history.get(key)
+
+    def is_drawn(self, one: Planned, key: str) -> bool:
+        """Tell whether torch drew a tensor in the same way in this and the largest configuration."""
+        mine, its = self.made(one, key), self.made(self.largest, key)
+        return mine is not None and its is not None and mine.random and mine.exact == its.exact
+
+    def check_values(self, one: Planned) -> None:
+        """Raise an error if a row's integers are others in another configuration, or if torch combined rows.
+
+        Rows are compared only with rows that have the same integers: if those of a row followed the number of rows,
+        the row would be compared with nothing.
+        """
+        for key, views in self.pilots[one.plain].views.items():
+            for view in views:
+                floats = view.dtype.is_floating_point or getattr(
+                    self.made(one, key), "floats", False
+                )
+                floats = floats and not key.startswith("fresh")
+                if not floats and "scratch" not in key.split()[:2]:
+                    self.check_view(one, key, view)
+        self.check_combined(one)
+
+    def check_view(self, one: Planned, key: str, view: View) -> None:
+        """Raise an error if a view's values are others in the largest configuration."""
+        assert view.content is not None
+        if self.is_drawn(one, key):
+            return
+        axis = self.row_axis(one, key, view)
+        if axis is None and not key.startswith("fresh"):
+            return
+        for other in self.plans:
+            its = next(
+                (v for v in self.pilots[other].views.get(key, ()) if v.argument == view.argument),
+                None,
+            )
+            if its is None or its.content is None or other.rows is None or one.rows is None:
+                continue
+            mine, theirs = view.content, its.content
+            if axis is not None:
+                count = min(one.rows, other.rows)
+                mine = mine.movedim(axis.axis, 0)[: count * axis.per_row]
+                theirs = theirs.movedim(axis.axis, 0)[: count * axis.per_row]
+            if mine.shape != theirs.shape or not torch.equal(mine, theirs):
+                raise UnsupportedError(
+                    expected=f"a row's values in {view.argument} ({str(view.dtype).removeprefix('torch.')}) to be the "
+                    "same in every configuration, since they are taken as they are",
+                    received=difference(mine, theirs, one, other, axis),
+                    remedy="make them a function of the row (torch.arange(rows), torch.full) or draw them with "
+                    "torch.randint; certify each choice of a schedule by --vary with a fixed value",
+                )
+
+    def row_axis(self, one: Planned, key: str, view: View) -> RowAxis | None:
+        """Return the axis of rows of a view that a pilot saw, or None if it has none or follows no rule."""
+        if one.rows is None:
+            return None
+        for entry in self.entries_of(one, key):
+            if entry.layout.fits(one.rows, view.shape, view.stride, view.offset):
+                try:
+                    return find_row_axis(
+                        view.argument, view.shape, one.rows, entry.view.shape, entry.rows
+                    )
+                except UnsupportedError:
+                    return None
+        return None
+
+    def row_integers(self, one: Planned) -> bool:
+        """Tell whether rows have integers: names do not show which row an integer is of."""
+        return any(
+            not view.dtype.is_floating_point
+            and "scratch" not in key.split()[:2]
+            and not getattr(self.made(one, key), "floats", False)
+            and self.row_axis(one, key, view) is not None
+            for key, views in self.pilots[one.plain].views.items()
+            for view in views
+        )
+
+    def check_combined(self, one: Planned) -> None:
+        """Raise an error if an input, or a value that went to Python, was computed by torch from several rows."""
+        if one.rows is None:
+            return
+        other = self.partners[one.plain][0]
+        pilot, watch, its = (
+            self.pilots[one.plain],
+            self.pilots[one.plain].watch,
+            self.pilots[other].watch,
+        )
+        assert watch is not None
+        assert its is not None
+        shapes = {key: made.shape for key, made in its.history.items()}
+        for key, views in pilot.views.items():
+            if key in watch.history and (found := combining(key, watch.history, shapes)):
+                raise UnsupportedError(
+                    expected="inputs that torch does not compute from several rows, or by a sum whose order it chooses",
+                    received=f"{views[0].argument} was computed by torch ({found.operator}) from a tensor with rows",
+                    remedy="compute it in a kernel; or make it an input of its own: torch.rand, torch.randn",
+                )
+        for key, operator in watch.host_reads:
+            seen = ancestors(key, watch.history)
+            if any(shapes.get(each.key) not in (None, each.shape) for each in seen):
+                raise UnsupportedError(
+                    expected="a wrapper whose choices do not depend on what a batch holds",
+                    received=f"{operator} of a value that torch computed from a tensor with rows",
+                    remedy="make the value a parameter of the function, and let it vary (--vary)",
+                )
+
+    # ---- words ----------------------------------------------------------------------------------
     def tensors(self) -> tuple[TensorRead, ...]:
         """Describe how inputs and outputs are read, at the first configuration."""
         one = self.plans[0]
@@ -239,10 +504,7 @@ class Surveyed:
             if key.startswith("scratch"):
                 continue
             view = views[0]
-            try:
-                axis = self.axis(one, key, 0)
-            except UnsupportedError:
-                axis = None
+            axis = self.row_axis(one, key, view)
             found.append(self.describe("input", view.argument, view.shape, axis, view.dtype))
         axes = self.output_axes(one)
         for number, (shape, dtype) in enumerate(self.pilots[one].outputs):
@@ -262,3 +524,80 @@ class Surveyed:
             1 if axis is None else axis.per_row,
             str(dtype).removeprefix("torch."),
         )
+
+
+@dataclass(frozen=True)
+class PlannedInputs:
+    """The inputs of one configuration, for its execution."""
+
+    surveyed: Surveyed
+    planned: Planned
+
+    def place(self, key: str, tensor: torch.Tensor) -> Placed:
+        """Return the rows and the place of a view."""
+        return self.surveyed.place(self.planned, key, tensor)
+
+    def fill(self, key: str, tensor: torch.Tensor) -> None:
+        """Give an input the values that it has in the largest configuration."""
+        self.surveyed.fill(self.planned, key, tensor)
+
+    def argument(self, key: str, tensor: torch.Tensor) -> str:
+        """Return the parameter of a kernel that a view was first passed as."""
+        return self.surveyed.entry(self.planned, key, tensor).view.argument.split(" of ")[0]
+
+
+def origin(pilot: Pilot, key: str) -> str:
+    """Return how a tensor was made, for messages."""
+    made = None if pilot.watch is None else pilot.watch.history.get(key)
+    if made is None or pilot.watch is None:
+        return f"the tensor {key}"
+    steps, shown = [made.says if made.parents else made.operator], made
+    while shown.parents and shown.parents[0] in pilot.watch.history and len(steps) < CHAIN:
+        shown = pilot.watch.history[shown.parents[0]]
+        steps.append(shown.says if shown.parents else shown.operator)
+    return f"made by {' of '.join(steps)}"
+
+
+def difference(
+    mine: torch.Tensor, theirs: torch.Tensor, one: Planned, other: Planned, axis: RowAxis | None
+) -> str:
+    """Return the first row whose values differ, for messages."""
+    if mine.shape != theirs.shape:
+        return (
+            f"{list(mine.shape)} at {one.rows} rows and {list(theirs.shape)} at {other.rows} rows"
+        )
+    at = int((mine != theirs).reshape(len(mine), -1).any(1).nonzero()[0]) if mine.dim() else 0
+    row = at // axis.per_row if axis is not None else 0
+    a, b = ((t[at].reshape(-1)[:4].tolist() if t.dim() else t.item()) for t in (mine, theirs))
+    where = [f"{p.rows} rows" + "".join(f" {n}={v}" for n, v in p.settings) for p in (one, other)]
+    return f"row {row} has {a} at {where[0]} and {b} at {where[1]}"
+
+
+def combining(key: str, mine: dict[str, Made], shapes: dict[str, tuple[int, ...]]) -> Made | None:
+    """Return the operator behind a tensor that combined elements of one whose shape follows the rows."""
+    for made in ancestors(key, mine):
+        grown = [
+            p for p in made.parents if p in mine and shapes.get(p) not in (None, mine[p].shape)
+        ]
+        if made.pointwise or not grown:
+            continue
+        if made.operator in ORDERLESS and made.axes:
+            # of one row: an axis that does not change with the rows
+            parent = grown[0]
+            here, there = mine[parent].shape, shapes[parent]
+            changed = {at for at, (a, b) in enumerate(zip(here, there, strict=False)) if a != b}
+            if not changed & {axis % len(here) for axis in made.axes}:
+                continue
+        return made
+    return None
+
+
+def ancestors(key: str, mine: dict[str, Made]) -> list[Made]:
+    """Return a tensor and everything that torch computed it from."""
+    seen, work = dict[str, Made](), [key]
+    while work:
+        made = mine.get(work.pop())
+        if made is not None and made.key not in seen:
+            seen[made.key] = made
+            work += made.parents
+    return list(seen.values())

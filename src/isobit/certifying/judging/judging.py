@@ -1,21 +1,27 @@
 """Judge all configurations on one target: which expressions there are, and which rows have which.
 
 [Note: labels]
-A configuration with several rows is executed with a label on every row, one of `LABELS`, drawn anew for each
-configuration. A row with label l must have the name that the reference has when *all* its rows have label l; so a row
-that reads a row with another label is seen, and so is a row that is computed in another way. If it does not have that
-name, the configuration is executed again with one label on all rows, which tells the two apart: then all names are
-compared as expressions, and a row whose name differs only under labels reads another row.
+A configuration with several rows is executed with a label on every row: the digits of the row's number, one execution
+per digit. A row with label l must have the name that the reference has when *all* its rows have label l. Two rows
+differ in some digit, so a row that reads another row is seen, and so is a row that is computed in another way. If it
+does not have that name, the configuration is executed again with one label on all rows, which tells the two apart: then
+all names are compared as expressions, and a row whose name differs only under labels reads another row.
+
+[Note: integers of rows]
+Integers are values, and rows are compared with rows that have the same integers. Where these differ between rows, a
+configuration is executed again with its rows moved, each with its integers, so that a row is compared with itself at
+another position. Integers carry no label: so the integers of every other row are changed, and the rest must stay.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from isobit.certifying.judging.configurations import Planned, Surveyed
+from isobit.certifying.judging.configurations import Planned, PlannedInputs, Surveyed
 from isobit.certifying.judging.paths import short_path
 from isobit.certifying.names.row_names import Rows, rows_of
 from isobit.certifying.records import (
@@ -35,10 +41,23 @@ from isobit.certifying.running.refusals import (
     MachineError,
     RaceError,
 )
-from isobit.certifying.running.storages import Names
+from isobit.certifying.running.storages import Arrangement, Names
 from isobit.errors import IsobitError
 
-LABELS = 4
+AS_IT_IS = Arrangement()
+
+
+def digits(count: int, base: int) -> int:
+    """Return how many digits row numbers below a count have.
+
+    Example:
+        >>> digits(1, 4), digits(16, 4), digits(17, 4)
+        (1, 2, 3)
+    """
+    needed = 1
+    while base**needed < count:
+        needed += 1
+    return needed
 
 
 @dataclass
@@ -73,22 +92,30 @@ class Judge:
     remarks: dict[str, None] = field(default_factory=dict)
     approximate: set[str] = field(default_factory=set)
     runs: int = 0
+    base: int = 0  # of labels; chosen with the reference
+    again: dict[str, int] = field(
+        default_factory=dict
+    )  # integers -> rows compared at another position
 
     def execute(
-        self, one: Planned, labels: list[int], record: bool = False
+        self,
+        one: Planned,
+        labels: list[int],
+        record: bool = False,
+        arrangement: Arrangement = AS_IT_IS,
     ) -> tuple[Execution, Rows]:
-        """Execute a configuration once."""
+        """Execute a configuration once; labels are those of rows, wherever the arrangement puts them."""
         self.runs += 1
         surveyed = self.surveyed
         run = Execution(
             self.compiler,
-            lambda key, number, tensor: surveyed.axis(one, key, number),
-            labels,
+            PlannedInputs(surveyed, one),
+            [labels[row] for row in arrangement.order] or labels,
             nonce=self.runs,
             record=record,
-            fill=surveyed.fill,
-            argument_of=lambda key, number: surveyed.argument(one, key, number),
-            choices=Choices(dict(one.autotune)),
+            known=surveyed.known,
+            arrangement=arrangement,
+            choices=Choices(dict(one.autotune), labels=surveyed.labels),
         )
         try:
             call(surveyed.function, one.given, run, self.compiler.target)
@@ -127,23 +154,129 @@ class Judge:
     def sort(self, one: Planned, outcome: Outcome) -> tuple[Outcome, list[tuple[str, int]], int]:
         """Execute a configuration and find the expression of every row."""
         count = 1 if one.rows is None else one.rows
-        first = not self.references
-        labels = [0] * count if first else self.draw(count)
-        run, rows = self.execute(one, labels)
-        if run.unwritten:
-            return self.described(outcome, run, rows, count, unwritten(run, rows)), [], 0
-        found, leaks = None if first else self.match(rows, labels), list[int]()
+        self.surveyed.check_values(one)
+        if not self.references:
+            self.choose_reference(one)
+        runs = list[tuple[Rows, list[int]]]()
+        found: list[tuple[str, int]] | None = []
+        for labels in self.labels(count):
+            run, rows = self.execute(one, labels)
+            runs.append((rows, labels))
+            if run.unwritten:
+                return self.described(outcome, run, rows, count, unwritten(run, rows)), [], 0
+            found = self.match(rows, labels)
+            if found is None:
+                break
+        leaks = list[int]()
         if found is None:
-            plain = self.execute(one, [0] * count)[1] if any(labels) else rows
+            plain = self.execute(one, [0] * count)[1]
             found = self.classify(one, plain)
-            if first:
-                self.learn(one, plain, count)
-                labels = self.draw(count)
-                rows = self.execute(one, labels)[1] if any(labels) else rows
-            leaks = self.leaks(rows, plain, labels, found)
+            for labels in list(self.labels(count))[len(runs) :]:
+                runs.append((self.execute(one, labels)[1], labels))
+            leaks = sorted({row for r, l in runs for row in self.leaks(r, plain, l, found)})
+        for integers, number in found:
+            self.groups[integers][number].rows += 1
         reason = leaking(leaks, count) if leaks else None
+        same = all(number == 0 for _, number in found)
+        if reason is None and same and count > 1 and self.surveyed.row_integers(one):
+            rows, labels = runs[-1]
+            reason = self.move_rows(one, rows, labels)
+            reason = reason or self.change_integers(one, rows, labels)
+        opened = fusable(run) if reason is None else None
+        if opened is not None:
+            outcome = replace(outcome, verdict=REFUSED, reason=opened[0], remedy=opened[1])
         outcome = self.described(outcome, run, rows, count, reason)
-        return outcome, [] if leaks else found, rows.names.shape[1]
+        return outcome, [] if reason else found, rows.names.shape[1]
+
+    def labels(self, count: int) -> Iterator[list[int]]:
+        """Return labels of rows, the digits of their numbers: of two rows some digit differs."""
+        place = 1
+        while place == 1 or place < count:
+            yield [row // place % self.base for row in range(count)]
+            place *= self.base
+
+    def choose_reference(self, one: Planned) -> None:
+        """Execute a configuration under every label: what labelled rows are compared with.
+
+        If rows have integers, the largest configuration has all of them.
+        """
+        plans = [p for p in self.surveyed.expanded if p.settings == one.settings]
+        most = max(plans, key=lambda p: p.rows or 1)
+        if one.rows is not None and self.surveyed.row_integers(one):
+            try:
+                self.surveyed.check_values(most)
+                self.learn(most)
+                return
+            except IsobitError:
+                self.references.clear()
+        self.learn(one)
+
+    def move_rows(self, one: Planned, rows: Rows, labels: list[int]) -> tuple[str, str] | None:
+        """Execute a configuration with its rows at other positions; the rows must not change."""
+        count = rows.count
+        if len(set(rows.integers)) == 1:
+            return None  # rows were compared with each other
+        for shift in dict.fromkeys((1, count // 2)):
+            order = tuple((row - shift) % count for row in range(count))
+            moved = self.execute(one, labels, arrangement=Arrangement(order))[1]
+            # The row at a position; or, if integers say where a row is stored, the row itself.
+            for place in (order, tuple(range(count))):
+                wrong = [
+                    row
+                    for at, row in enumerate(place)
+                    if not self.is_reference(rows.integers[row], labels[row], moved, at)
+                ]
+                if not wrong:
+                    break
+            if wrong:
+                return (
+                    f"{len(wrong)} of {count} rows are computed in another way at another position; the first is row "
+                    f"{wrong[0]}, moved by {shift}",
+                    "let the order of a row follow its own values and sizes, not its position: no program_id in "
+                    "branches or offsets of a sum",
+                )
+            for integers in rows.integers:
+                self.again[integers] = self.again.get(integers, 0) + 1
+        return None
+
+    def change_integers(
+        self, one: Planned, rows: Rows, labels: list[int]
+    ) -> tuple[str, str] | None:
+        """Change the integers of every other row; the rows between must not change."""
+        count, changed = rows.count, 0
+        for by in (-1, 1):
+            for first in (0, 1):
+                which = tuple(range(first, count, 2))
+                try:
+                    run = self.execute(one, labels, arrangement=Arrangement((), which, by))[1]
+                except IsobitError:
+                    continue  # integers that the kernel cannot have, such as an index outside
+                changed += 1
+                wrong = [
+                    row
+                    for row in range(1 - first, count, 2)
+                    if not np.array_equal(run.names[row], self.expected(rows, labels, row))
+                ]
+                if wrong:
+                    return (
+                        f"{len(wrong)} rows depend on the integers of other rows; the first is row {wrong[0]}",
+                        "a row must read its own integers only, and no maximum over the batch",
+                    )
+        if not changed:
+            self.remarks.setdefault(
+                "integers of rows could not be changed by one: that a row does not depend on the integers of others "
+                "was not judged"
+            )
+        return None
+
+    def expected(self, rows: Rows, labels: list[int], row: int) -> Names:
+        """Return the names that a row must have; those that it had, if there is no reference."""
+        return self.references.get((rows.integers[row], labels[row]), rows.names[row])
+
+    def is_reference(self, integers: str, label: int, moved: Rows, at: int) -> bool:
+        """Tell whether the row at a position has the names of the reference."""
+        wanted = self.references.get((integers, label))
+        return wanted is not None and np.array_equal(wanted, moved.names[at])
 
     def described(
         self,
@@ -169,13 +302,6 @@ class Judge:
             self.bits.setdefault(row, bits)
         return outcome
 
-    def draw(self, count: int) -> list[int]:
-        """Draw a label for every row, the same in every process."""
-        if count == 1:
-            return [0]
-        generator = np.random.default_rng([count, len(self.outcomes)])
-        return [int(n) for n in generator.integers(0, LABELS, count)]
-
     def leaks(
         self, rows: Rows, plain: Rows, labels: list[int], found: list[tuple[str, int]]
     ) -> list[int]:
@@ -196,8 +322,6 @@ class Judge:
             wanted = self.references.get((rows.integers[row], label))
             if wanted is None or not np.array_equal(wanted, rows.names[row]):
                 return None
-        for integers in rows.integers:
-            self.groups[integers][0].rows += 1
         return [(integers, 0) for integers in rows.integers]
 
     def classify(self, one: Planned, rows: Rows) -> list[tuple[str, int]]:
@@ -210,22 +334,32 @@ class Judge:
             if number is None:
                 number = len(known)
                 known.append(Expression(digest, one, row))
-            known[number].rows += 1
             found.append((rows.integers[row], number))
         return found
 
-    def learn(self, one: Planned, rows: Rows, count: int) -> None:
-        """Execute the first configuration under every label: what labelled rows are compared with."""
-        if self.references:
-            return
-        for row, integers in enumerate(rows.integers):
-            self.references.setdefault((integers, 0), rows.names[row].copy())
-        if max((p.rows or 1) for p in self.surveyed.expanded) == 1:
-            return
-        for label in range(1, LABELS):
-            _, labelled = self.execute(one, [label] * count)
-            for row, integers in enumerate(labelled.integers):
-                self.references.setdefault((integers, label), labelled.names[row].copy())
+    def learn(self, one: Planned) -> None:
+        """Execute a configuration under every label, and keep the names of its rows."""
+        count = 1 if one.rows is None else one.rows
+        counts = [p.rows or 1 for p in self.surveyed.expanded]
+        self.base = self.cheapest_base(count, counts)
+        plain = self.execute(one, [0] * count)[1]
+        self.classify(one, plain)
+        names = {}
+        for label in range(self.base if max(counts) > 1 else 1):
+            rows = self.execute(one, [label] * count)[1] if label else plain
+            for row, integers in enumerate(rows.integers):
+                names.setdefault((integers, label), rows.names[row].copy())
+        self.references = names
+
+    def cheapest_base(self, reference: int, counts: list[int]) -> int:
+        """Return the base of labels that needs the fewest programs: for references, and for digits of rows."""
+        programs = {count: self.surveyed.programs.get(count, count) for count in counts}
+
+        def cost(base: int) -> int:
+            runs = sum(digits(count, base) * programs[count] for count in counts)
+            return base * self.surveyed.programs.get(reference, reference) + runs
+
+        return min(range(2, max(*counts, 2) + 1), key=cost)
 
     def kernel_number(self, facts: KernelFacts) -> int:
         """Return the number of a compiled kernel in the list, adding it if it is new."""
@@ -243,11 +377,27 @@ class Judge:
 
     def compared(self, number: int) -> int:
         """Return the elements of an outcome whose row has another to be compared with."""
-        rows = sum(
-            sum(each.rows for each in self.groups[integers]) > 1
+        return self.compared_rows(number) * self.elements[number]
+
+    def compared_rows(self, number: int) -> int:
+        """Return the rows of an outcome that another row was compared with, or the same at another position."""
+        return sum(
+            sum(each.rows for each in self.groups[integers]) + self.again.get(integers, 0) > 1
             for integers, _ in self.found[number]
         )
-        return rows * self.elements[number]
+
+
+def fusable(run: Execution) -> tuple[str, str] | None:
+    """Return the reason and the remedy for products that ptxas may fuse with a sum: names do not show it."""
+    opened = [facts for facts in run.facts if facts.may_fuse]
+    if not opened:
+        return None
+    names = ", ".join(dict.fromkeys(facts.kernel for facts in opened))
+    return (
+        f"in {names} the PTX leaves {max(facts.open_products for facts in opened)} products that ptxas may fuse with a "
+        "sum, in one tile and not in another: the PTX does not fix the bits",
+        "launch with enable_fp_fusion=False, or write tl.math.fma where products and sums are to be fused",
+    )
 
 
 def unwritten(run: Execution, rows: Rows) -> tuple[str, str]:

@@ -36,6 +36,7 @@ def facts_of(
     tensor = {o: n for o, n in counts.items() if is_tensor_core(o)}
     atomics = {o: n for o, n in counts.items() if o.split(".")[0] in ("atom", "red", "multimem")}
     registers, spills = (None, None) if cubin is None else resources_of(cubin)
+    opened = count_open_products(statements) if fusion_allowed else 0
     return KernelFacts(
         kernel=kernel,
         target=target,
@@ -51,7 +52,8 @@ def facts_of(
         flushes={o: n for o, n in counts.items() if ".ftz" in o},
         fused=sum(n for o, n in counts.items() if o.startswith("fma.") and is_float(o)),
         fusion_allowed=fusion_allowed,
-        open_products=count_open_products(statements) if fusion_allowed else 0,
+        open_products=opened,
+        machine_fused=count_machine_fused(cubin) if opened and cubin is not None else None,
         approximate={
             o: n for o, n in counts.items() if ".approx" in o or o.startswith(("tanh.", "div.full"))
         },
@@ -79,17 +81,50 @@ def count_open_products(statements: Iterable[tuple[str, str]]) -> int:
     (PTX ISA, floating-point instructions, `add` and `mul`). Triton writes them without a modifier unless
     `enable_fp_fusion=False`.
     """
-    products, found = set[str](), 0
+    loose, moved = list[tuple[str, list[str]]](), list[list[str]]()
     for opcode, operands in statements:
         stem = opcode.split(".")[0]
-        if not is_float(opcode) or any(mode in opcode for mode in ROUNDED):
-            continue
         registers = _REGISTER.findall(operands)
-        if stem == "mul" and registers:
-            products.add(registers[0])
-        elif stem in ("add", "sub"):
-            found += any(register in products for register in registers[1:])
-    return found
+        if stem in ("mov", "selp") and registers:
+            moved.append(operand_groups(operands))
+        elif is_float(opcode) and stem in ("mul", "add", "sub") and not rounds(opcode):
+            loose.append((stem, registers))
+    products = {registers[0] for stem, registers in loose if stem == "mul"}
+    while True:  # moves, packs of pairs and loops carry a product on
+        carried = {
+            target
+            for targets, *sources in ([g.split() for g in groups] for groups in moved)
+            for source in sources
+            if products & set(source)
+            for target in targets
+        }
+        if carried <= products:
+            break
+        products |= carried
+    return sum(
+        bool(products & set(registers[1:])) for stem, registers in loose if stem in ("add", "sub")
+    )
+
+
+def rounds(opcode: str) -> bool:
+    """Tell whether an instruction names its rounding, so that it is not fused."""
+    return any(mode in opcode for mode in ROUNDED)
+
+
+def operand_groups(operands: str) -> list[str]:
+    """Return the registers of each operand, those of a vector together: "{%r1, %r2}, %rd3" is two operands."""
+    parts = re.split(r",(?![^{]*})", operands)
+    return [" ".join(_REGISTER.findall(part)) for part in parts]
+
+
+def count_machine_fused(cubin: bytes) -> int | None:
+    """Return the fused multiply-adds on floats in machine code, or None if it cannot be read."""
+    said = run_tool("cuobjdump", "-sass", cubin)
+    if said is None or "Function" not in said:
+        return None
+    found = re.findall(r"\b(FFMA2?|DFMA|HFMA2)\b([^;]*);", said)
+    # A constant is moved by HFMA2 of zeros.
+    return sum(not (name == "HFMA2" and "-RZ, RZ" in rest) for name, rest in found)
 
 
 def ptx_digest(ptx: str) -> str:
@@ -106,24 +141,31 @@ def ptx_digest(ptx: str) -> str:
 
 def resources_of(cubin: bytes) -> tuple[int | None, int | None]:
     """Return registers per thread and bytes of stack per thread (where spills go), by cuobjdump; None if it fails."""
-    tool = _tool("cuobjdump")
-    if tool is None:
+    said = run_tool("cuobjdump", "-res-usage", cubin)
+    if said is None:
         return None, None
+    registers, stack = re.search(r"REG:(\d+)", said), re.search(r"STACK:(\d+)", said)
+    return (int(registers[1]) if registers else None), (int(stack[1]) if stack else None)
+
+
+def run_tool(name: str, option: str, cubin: bytes) -> str | None:
+    """Return what a tool of Triton's wheel prints about machine code, or None if it fails."""
+    tool = _tool(name)
+    if tool is None:
+        return None
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         try:
-            said = subprocess.run(
-                [str(tool), "-res-usage", file.name],
+            return subprocess.run(
+                [str(tool), option, file.name],
                 capture_output=True,
                 text=True,
                 timeout=60,
                 check=False,
             ).stdout
         except (OSError, subprocess.SubprocessError):
-            return None, None
-    registers, stack = re.search(r"REG:(\d+)", said), re.search(r"STACK:(\d+)", said)
-    return (int(registers[1]) if registers else None), (int(stack[1]) if stack else None)
+            return None
 
 
 def _tool(name: str) -> Path | None:

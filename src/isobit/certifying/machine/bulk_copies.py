@@ -168,6 +168,9 @@ def load(
         buffer = machine.buffer_at("global", outer[inside], size)
         source = (outer[inside] - buffer.base)[:, None] // 2 + np.arange(size // 2)
         machine.shared.halves[index[inside]] = buffer.halves[source]
+        if buffer.integers is not None and machine.integer_bits is not None:
+            machine.integer_bits.touched |= bool(buffer.integers[source].any())
+            machine.mark(machine.shared, index[inside])
         if machine.shared.names is not None:
             machine.shared.names[index[inside]] = buffer.named()[source]
         if machine.races is not None:
@@ -193,6 +196,9 @@ def store(
     if inside.any():
         buffer = machine.buffer_at("global", outer[inside], size)
         target = (outer[inside] - buffer.base)[:, None] // 2 + np.arange(size // 2)
+        if machine.integer_bits is not None and machine.shared.integers is not None:
+            machine.integer_bits.touched |= bool(machine.shared.integers[index].any())
+        machine.mark(buffer, target)
         buffer.halves[target] = machine.shared.halves[index]
         if machine.shared.names is not None:
             buffer.named()[target] = known(machine.shared.names[index])[0]

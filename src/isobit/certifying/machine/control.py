@@ -13,7 +13,14 @@ from isobit.certifying.machine.state import State
 from isobit.certifying.names import names as nm
 from isobit.certifying.names.names import Array
 from isobit.certifying.ptx.program import Instruction, Symbol
-from isobit.certifying.running.refusals import DataBranchError, DivergentBranchError, refuse
+from isobit.certifying.running.refusals import (
+    DataBranchError,
+    DivergentBranchError,
+    EndlessLoopError,
+    refuse,
+)
+
+LOOKED_AT = 1024  # iterations of a loop after which it is looked at whether anything changes
 
 
 @decoder("bra", "ret", "exit")
@@ -45,6 +52,25 @@ def guard_mask(machine: State, instruction: Instruction, register_only: bool) ->
     return ~values if guard.negated else values
 
 
+def is_same(before: list[Array | None], now: list[Array | None]) -> bool:
+    """Tell whether all registers hold what they held an iteration ago."""
+    return len(before) == len(now) and all(
+        a is b or (a is not None and b is not None and np.array_equal(a, b))
+        for a, b in zip(before, now, strict=True)
+    )
+
+
+def endless(machine: State, received: str) -> Exception:
+    """Return the error for a program that does not end."""
+    return refuse(
+        EndlessLoopError,
+        machine.current,
+        expected="programs that end by themselves",
+        received=received,
+        remedy="a program may not wait for another one, for a flag or a lock: use two launches; and keep sizes small",
+    )
+
+
 @dataclass
 class Apart:
     """Warps that branched apart: where they meet, who meets there, and the sides still to run."""
@@ -67,6 +93,8 @@ def run_threads(machine: State) -> None:
     before = order.before if order is not None and order.checked else None
     end, at, active = len(instructions), 0, None
     apart: list[Apart] = []
+    left, seen = machine.step_limit, list[Array | None]()
+    integers = machine.integer_bits
     while True:
         while apart and at == apart[-1].meet:
             if apart[-1].waiting:
@@ -77,6 +105,9 @@ def run_threads(machine: State) -> None:
             return
         instruction = machine.current = instructions[at]
         hits[at] += 1
+        left -= 1
+        if left < 0:
+            raise endless(machine, f"a loop that goes on after {machine.step_limit:,} instructions")
         mask = machine.active = active
         machine.guard_names = None
         if instruction.guard is not None:
@@ -96,7 +127,12 @@ def run_threads(machine: State) -> None:
         if not kinds[at]:
             if before is not None:
                 before(instruction)
-            steps[at](machine, mask)
+            if integers is not None:
+                integers.before(machine, at)
+                steps[at](machine, mask)
+                integers.after(at, mask)
+            else:
+                steps[at](machine, mask)
             at += 1
             continue
         target = end
@@ -105,6 +141,10 @@ def run_threads(machine: State) -> None:
             assert isinstance(label, Symbol)
             target = machine.program.labels[label.name]
         if mask is None or (mask.all() if active is None else (mask == active).all()):
+            if target <= at and hits[at] % LOOKED_AT < 2:
+                if hits[at] % LOOKED_AT and is_same(seen, machine.values):
+                    raise endless(machine, "a loop in which nothing changes")
+                seen = list(machine.values)
             at = target
         elif not mask.any():
             at += 1

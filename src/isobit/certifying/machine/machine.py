@@ -34,6 +34,7 @@ from isobit.certifying.machine.asynchronous import (
 )
 from isobit.certifying.machine.asynchronous_races import AsynchronousRaces
 from isobit.certifying.machine.control import run_threads
+from isobit.certifying.machine.integer_bits import IntegerBits
 from isobit.certifying.machine.memory import Buffer, Pointer, Shared
 from isobit.certifying.machine.opcodes.table import find
 from isobit.certifying.machine.races import Races
@@ -90,6 +91,11 @@ class Machine(State):
         self.state: dict[str, Any] = {}  # of opcodes that keep state within a CTA
         self.current: Instruction = program.instructions[0]
         self.guard_names: Names | None = None
+        self.poison: dict[int, dict[int, int]] = {}
+        self.integer_bits: IntegerBits | None = None
+        self.written_before: set[int] = set()
+        self.read_before: set[int] = set()
+        self.waited, self.always_waited = False, True
         self.active: Array | None = None  # the threads that run, while warps run apart
         self.meeting_points = meeting_points(program)
         self.steps = [find(each)[0](each) for each in program.instructions]
@@ -137,9 +143,13 @@ class Machine(State):
         size = (SHARED_BYTES if shared_bytes is None else shared_bytes) + self.program.shared_bytes
         if self.races is not None:
             self.races.start_launch()
+        if self.names and any(buffer.integers is not None for buffer in self.buffers):
+            self.integer_bits = IntegerBits(self.program)
         for cta in np.ndindex(z, y, x):
             self.start_cta(tuple(reversed(cta)), (x, y, z), size)
+            self.waited = False
             run_threads(self)
+            self.always_waited &= self.waited
             for each in (self.asynchronous, self.state.get("tensor memory")):
                 if each is not None:
                     each.finish()

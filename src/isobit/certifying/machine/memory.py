@@ -33,6 +33,7 @@ class Buffer:
         concrete: whether elements are plain numbers that decide addresses and branches (block
             tables, lengths, token ids). By default signed integers and booleans are; then a
             certificate holds for these numbers only.
+        integers: which halves are of an integer tensor; see [Note: integer bits].
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Buffer:
         names: Names | None = None,
         label: str = "",
         concrete: bool | None = None,
+        integers: Array | None = None,
     ) -> None:
         if not data.flags.c_contiguous:
             raise ValueError("a Buffer needs a contiguous array")
@@ -53,6 +55,8 @@ class Buffer:
         self.halves = self.bytes.view(np.uint16)
         self.size = raw.size
         self.base = 0
+        self.integers = integers
+        self.changed = False  # whether a kernel stored to it
 
     def prepare(self, label: str) -> None:
         """Name the elements as inputs, if they have no names yet."""

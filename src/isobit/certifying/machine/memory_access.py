@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from isobit.certifying.machine import memory, registers
+from isobit.certifying.machine.integer_bits import IntegerBits
 from isobit.certifying.machine.memory import Buffer, Shared
 from isobit.certifying.machine.races import Access, Races
 from isobit.certifying.machine.register_access import RegisterAccess
@@ -29,6 +30,12 @@ class MemoryAccess(RegisterAccess):
     shared: Shared
     races: Races | None
     parameters: dict[str, int]
+    # With programmatic dependent launch: buffers that an earlier launch may still write, or read
+    written_before: set[int]
+    read_before: set[int]
+    poison: dict[int, dict[int, int]]  # buffer -> byte -> the only thread that reads it in time
+    integer_bits: IntegerBits | None  # followed if a buffer has integers
+    waited: bool  # whether this CTA has waited for the launches before
 
     def address(self, operand: Operand) -> Array:
         """Return the byte addresses of an operand in brackets; refuse one that depends on data."""
@@ -79,7 +86,22 @@ class MemoryAccess(RegisterAccess):
                 received=f"{int(addresses[(addresses % size) != 0][0]):#x}",
                 remedy="check the alignment of buffers and tt.divisibility",
             )
+        if space != "shared" and (self.written_before or self.read_before) and not self.waited:
+            self.check_dependence(found)
         return found
+
+    def check_dependence(self, buffer: Buffer) -> None:
+        """Refuse an access that races with a launch before, which may still be running."""
+        writes = self.access() == "a write"
+        if id(buffer) in self.written_before or (writes and id(buffer) in self.read_before):
+            did = "write" if id(buffer) in self.written_before else "read"
+            raise refuse(
+                RaceError,
+                self.current,
+                expected="griddepcontrol.wait before memory that the launch before uses (launch_pdl=True)",
+                received=f"{buffer.label} is used by {self.access()} while the launch before may still {did} it",
+                remedy="call gdc_wait() before it, or launch without launch_pdl",
+            )
 
     def access(self) -> str:
         """Return what the current instruction does with memory."""
@@ -100,8 +122,13 @@ class MemoryAccess(RegisterAccess):
         for part, buffer in self.by_buffer(space, addresses, active, size):
             at = addresses[part] - (0 if space == "shared" else buffer.base)
             data[part], found = memory.read(buffer, at, size)
+            if self.integer_bits is not None and buffer.integers is not None:
+                index = (at >> 1)[:, None] + np.arange(width)
+                self.integer_bits.touched |= bool(buffer.integers[index].any())
             if self.races is not None:
                 self.races.read(Access(self.current, buffer, at, size, part))
+            if id(buffer) in self.poison:
+                found = self.poisoned(buffer, at, width, part, data[part], found)
             if found is not None:
                 found, empty = memory.known(found)
                 if empty:
@@ -112,6 +139,18 @@ class MemoryAccess(RegisterAccess):
             if made is not None and found is None:
                 made[part] = nm.fixed_half(data[part])
         return data, made
+
+    def poisoned(
+        self, buffer: Buffer, at: Array, width: int, part: Array, data: Array, found: Names | None
+    ) -> Names:
+        """Return names that equal no others for what a thread may read after another has written it."""
+        writers = self.poison[id(buffer)]
+        made = nm.fixed_half(data) if found is None else found.copy()
+        for row, (start, thread) in enumerate(zip(at.tolist(), part.tolist(), strict=True)):
+            for half in range(width):
+                if writers.get((start + 2 * half) & ~1, thread) != thread:
+                    made[row, half] = registers.unknown_names(1)[0]
+        return made
 
     def store(
         self,
@@ -138,6 +177,7 @@ class MemoryAccess(RegisterAccess):
     ) -> None:
         """Write halves [n, m] at byte offsets [n] of a buffer, for the threads [n]."""
         index = (at >> 1)[:, None] + np.arange(data.shape[1])
+        self.mark(buffer, index)
         named = None
         if self.names and (made is not None or buffer.names is not None):
             named = nm.fixed_half(data) if made is None else made
@@ -163,6 +203,16 @@ class MemoryAccess(RegisterAccess):
                 received=f"thread {int(threads[row])} and another write different values",
                 remedy="give each thread its own address, or the same value",
             )
+
+    def mark(self, buffer: Buffer, index: Array) -> None:
+        """Note that the current instruction stores to a buffer, and whether it stores integers."""
+        buffer.changed = True
+        if self.integer_bits is not None:
+            holds = self.integer_bits.storing or self.integer_bits.touched
+            if buffer.integers is None and holds:
+                buffer.integers = np.zeros(buffer.halves.size, bool)
+            if buffer.integers is not None:
+                buffer.integers[index] = holds
 
     def by_buffer(
         self, space: str, addresses: Array, active: Array, size: int
@@ -191,6 +241,7 @@ class MemoryAccess(RegisterAccess):
             at = addresses[part] - (0 if space == "shared" else buffer.base)
             if self.races is not None:
                 self.races.write(Access(self.current, buffer, at, 1, part))
+            self.mark(buffer, at >> 1)
             named = buffer.named() if self.names else None
             buffer.bytes[at] = bits[part]
             if named is None or name is None:

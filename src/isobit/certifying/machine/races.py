@@ -92,6 +92,8 @@ class Races:
         self.epoch = self.launch_start = self.cta_start = 0
         self.warp_epochs = np.zeros(self.threads // 32, np.int32)
         self.logs: dict[int, Log] = {}  # by buffer
+        self.late: dict[int, dict[int, int]] | None = None  # buffer -> byte -> who writes it
+        self.is_late = False  # whether the race that was found is a read that may come too late
         self.open_copies: list[tuple[Log, Access]] = []
         self.copies: list[list[tuple[Log, Access]]] = []
 
@@ -151,12 +153,31 @@ class Races:
             if unchanged is not None and not other_cta.any():
                 same = unchanged()
                 bad = bad & ~(np.repeat(same, 2, -1) if same.shape != bad.shape else same)
-            if bad.any():
+            if bad.any() and not self.note_late(access, index, bad, kind, other_cta):
                 raise self.race(access, log, index, bad, kind)
         fields["writer"][index] = thread
         fields["write_epoch"][index] = self.epoch
         fields["write_warp_epoch"][index] = warp_epoch
         fields["write_line"][index] = access.instruction.index
+
+    def note_late(
+        self, access: Access, index: Array, bad: Array, kind: str, other_cta: Array
+    ) -> bool:
+        """Note the writers of bytes that other threads of the CTA may read too late; return whether that is all.
+
+        Threads that hold copies of an element read it, and one of them writes it. Whether the others use what they read
+        is seen when their reads are poisoned: see `Execution.run_machine`.
+        """
+        late = kind == "read" and not isinstance(access.buffer, Shared) and not other_cta.any()
+        if late and self.late is not None and not access.by_warp:
+            writers = self.late.setdefault(id(access.buffer), {})
+            threads = np.broadcast_to(access.threads[:, None], index.shape)
+            pairs = zip(index[bad].tolist(), threads[bad].tolist(), strict=True)
+            width = self.log(access.buffer).granule
+            writers.update({granule * width: thread for granule, thread in pairs})
+            return True
+        self.is_late = late
+        return False
 
     def who(self, access: Access) -> tuple[Array, Array, Array]:
         """Return the threads, their warps and the epochs of these warps, [n, 1] each."""

@@ -30,6 +30,7 @@ class State(MemoryAccess):
     hits: list[int]  # how often each instruction was executed
     meeting_points: dict[int, int]  # where the two sides of each branch meet
     asynchronous: Asynchronous | None
+    step_limit: int = 1_000_000  # instructions of one CTA: a loop that goes on is refused
 
     def concrete(self, operand: Operand) -> Array:
         """Return a 32-bit operand that must not depend on float data."""

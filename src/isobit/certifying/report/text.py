@@ -69,6 +69,8 @@ def describe_certificate(found: Certified, width: int = 100) -> str:
     parts += _failures(found, width)
     if any(target.kernels for target in found.targets):
         parts.append(_facts(found))
+    if len(left := (*found.unsettled, *found.unjudged)) > 1:
+        parts.append("\n".join(["Not judged:", *(f"  {one_line(text)}" for text in left)]))
     parts += [textwrap.fill(one_line(f"Note: {note}"), width) for note in join_notes(found)]
     return "\n\n".join([*parts, f"What this covers, and what it does not: {COVERS}"]) + "\n"
 

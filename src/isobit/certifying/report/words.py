@@ -195,8 +195,36 @@ def conclude(found: Certified) -> str:
     """
     if not any(target.outcomes for target in found.targets):
         return "Nothing was compiled, so nothing follows."
-    parts = _kept(found) if found.kept else _not_kept(found)
-    return " ".join([*parts, f"{counted(found.names, 'name')} compared."] if found.names else parts)
+    same = bool(found.targets) and all(target.kept for target in found.targets)
+    parts = _kept(found) if same else _not_kept(found)
+    return " ".join([*parts, *describe_rows(found), *describe_compared(found)])
+
+
+def describe_rows(found: Certified) -> list[str]:
+    """Return for which row counts a verdict is: those that were executed, and what others launch."""
+    parts = []
+    if found.kept and len(found.rows) > 1:
+        tried = listed([f"{rows:,}" for rows in found.rows])
+        parts.append(f"Row counts tried: {tried}.")
+        if found.scanned and not found.unjudged:
+            parts[0] = (
+                f"Row counts tried: {tried}; {len(found.scanned)} others up to {max(found.scanned):,} launch the same "
+                "compiled kernels."
+            )
+    if left := (*found.unsettled, *found.unjudged):
+        also = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
+        parts.append(f"Not judged: {left[0]}{also}.")
+    return parts
+
+
+def describe_compared(found: Certified) -> list[str]:
+    """Return how many names and rows were compared."""
+    if not found.names:
+        return []
+    counts = [t.rows_compared for t in found.targets if t.rows_compared is not None]
+    total = sum(target.rows for target in found.targets)
+    rows = f", in {sum(counts):,} of {counted(total, 'row')}" if counts else ""
+    return [f"{counted(found.names, 'name')} compared{rows}."]
 
 
 def _kept(found: Certified) -> list[str]:

@@ -3,9 +3,7 @@
 [Note: what is captured]
 While a function runs, `JITFunction.run` of Triton is replaced, so that wrapper code, heuristics and tuples of launches
 work as they are. `Autotuner.run` is replaced too: the autotuner would choose by time, so each of its configurations is
-judged, and here one is chosen by number. A dispatch mode of torch sees every operator: it notes which tensors torch
-makes and from what, and raises an error where torch would read what a kernel wrote, since names of expressions do not
-pass through torch.
+judged, and here one is chosen by number. A dispatch mode of torch (watch.py) sees every operator.
 """
 
 from __future__ import annotations
@@ -14,188 +12,11 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
-
-import torch
-from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from typing import Any
 
 from isobit.certifying.running.compile import triton_package
-from isobit.errors import ArgumentError, UnsupportedError
-
-DispatchMode: Any = TorchDispatchMode  # untyped in torch
-
-# These read shapes, not values.
-VALUELESS = frozenset(
-    f"aten::{name}"
-    for name in (
-        *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
-        *("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"),
-        *("size", "stride", "sym_size", "sym_stride", "is_same_size"),
-    )
-)
-MOVES = frozenset(("aten::clone", "aten::_to_copy", "aten::copy", "aten::cat", "aten::stack"))
-CONSTANT = frozenset(
-    f"aten::{name}"
-    for name in [
-        "zeros",
-        "zeros_like",
-        "new_zeros",
-        "ones",
-        "ones_like",
-        "new_ones",
-        "full",
-        "full_like",
-        "new_full",
-    ]
-)
-UNINITIALISED = frozenset(
-    f"aten::{name}"
-    for name in [
-        "empty",
-        "empty_like",
-        "empty_strided",
-        "new_empty",
-        "new_empty_strided",
-        "empty_permuted",
-    ]
-)
-
-
-class Receiver(Protocol):
-    """What takes the launches of a function."""
-
-    def launch(
-        self, kernel: Any, grid: Any, arguments: tuple[Any, ...], named: dict[str, Any]
-    ) -> None:
-        """Take one launch."""
-
-    def knows(self, storage: int) -> bool:
-        """Tell whether a storage was an argument of a launch."""
-
-    def wrote(self, storage: int) -> bool:
-        """Tell whether a kernel wrote a storage."""
-
-
-@dataclass(frozen=True)
-class Made:
-    """A storage that torch made while the function ran.
-
-    Attributes:
-        key: its number in the sequence of creation: "tensor 3", or "scratch 0" for uninitialised memory.
-        operator: what made it.
-        parents: keys of tensors that it was computed from.
-        pointwise: whether every element was computed from one element of each parent, or only moved.
-        shape: of the tensor that came with it.
-    """
-
-    key: str
-    operator: str
-    parents: tuple[str, ...]
-    shape: tuple[int, ...]
-    pointwise: bool = True
-
-
-def storage_of(tensor: torch.Tensor) -> int:
-    """Return the number that identifies a tensor's storage while it lives."""
-    return int(tensor.untyped_storage()._cdata)
-
-
-def changed_by(func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Return the tensors that an operator writes in place."""
-    found = list[torch.Tensor]()
-    for number, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[number] if number < len(args) else named.get(argument.name)
-            leaves = _pytree.tree_leaves(value)
-            found += [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    return found
-
-
-@dataclass(eq=False)
-class Watch(DispatchMode):  # type: ignore[misc]
-    """Notes what torch makes, and raises an error where torch reads what a kernel wrote."""
-
-    receiver: Receiver
-    made: dict[int, Made] = field(default_factory=dict)
-    alive: list[Any] = field(default_factory=list)
-    filled: set[int] = field(default_factory=set)  # storages that an operator wrote in place
-    counts: dict[str, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        super().__init__()
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Check one operator's arguments, call it, and note what it made."""
-        kwargs = kwargs or {}
-        name = func._schema.name
-        given = [v for v in _pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
-        if not func.is_view and name not in VALUELESS:
-            self.check(name, given, changed_by(func, args, kwargs))
-        found = func(*args, **kwargs)
-        known = {storage_of(t) for t in given}
-        for tensor in _pytree.tree_leaves(found):
-            if isinstance(tensor, torch.Tensor) and storage_of(tensor) not in known:
-                self.note(tensor, func, given)
-        return found
-
-    def check(self, name: str, given: list[torch.Tensor], changed: list[torch.Tensor]) -> None:
-        """Raise an error if an operator reads a kernel's result, or changes a kernel's argument."""
-        for tensor in given:
-            storage = storage_of(tensor)
-            if self.receiver.wrote(storage):
-                raise UnsupportedError(
-                    expected="no torch operator on what a kernel wrote: names of expressions end there",
-                    received=f"{name} on a tensor {list(tensor.shape)} that a kernel wrote",
-                    remedy="do it in a kernel, or return the tensor before it",
-                )
-        for tensor in changed:
-            self.filled.add(storage_of(tensor))
-            if self.receiver.knows(storage_of(tensor)):
-                raise UnsupportedError(
-                    expected="inputs that stay as they are between two launches",
-                    received=f"{name} changes a tensor {list(tensor.shape)} that a kernel has read",
-                    remedy="prepare inputs before the first launch, or use a new tensor",
-                )
-
-    def note(self, tensor: torch.Tensor, func: Any, given: list[torch.Tensor]) -> None:
-        """Remember a storage that torch made. A copy keeps the key of what it copies.
-
-        With one row a transposed tensor is contiguous and `contiguous()` copies nothing: the key must not change.
-        """
-        storage, operator = storage_of(tensor), func._schema.name
-        if storage in self.made:
-            return
-        self.alive.append(tensor.untyped_storage())
-        if operator == "aten::clone" and (source := self.made.get(storage_of(given[0]))):
-            self.made[storage] = source
-            return
-        kind = "scratch" if operator in UNINITIALISED else "tensor"
-        number = self.counts.get(kind, 0)
-        self.counts[kind] = number + 1
-        read = [] if operator in VALUELESS else given
-        parents = tuple(self.made[s].key for t in read if (s := storage_of(t)) in self.made)
-        pointwise = torch.Tag.pointwise in func.tags or operator in MOVES
-        self.made[storage] = Made(
-            f"{kind} {number}", operator, parents, tuple(tensor.shape), pointwise
-        )
-
-    def is_constant(self, storage: int) -> bool:
-        """Tell whether torch filled a storage with one number when it made it, and nothing since."""
-        made = self.made.get(storage)
-        return made is not None and made.operator in CONSTANT and storage not in self.filled
-
-    def key_of(self, storage: int, outside: dict[int, str]) -> str:
-        """Return the key of a storage; those from outside the function are numbered as they come."""
-        if storage in self.made:
-            return self.made[storage].key
-        return outside.setdefault(storage, f"outside {len(outside)}")
+from isobit.certifying.running.watch import Receiver
+from isobit.errors import ArgumentError
 
 
 @dataclass
@@ -205,12 +26,35 @@ class Choices:
     Attributes:
         chosen: kernel -> its configuration as text; a kernel that is not in it uses its first one.
         seen: kernel -> texts of its configurations at these sizes.
-        or_first: whether the first one is used where pruning has removed the chosen one; else that is an error.
+        labels: what a kernel is called: its name, with a number if another one has that name. The key is where it
+            is written, its configurations, and its number among equal ones of a call.
     """
 
     chosen: Mapping[str, str] = field(default_factory=dict)
     seen: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    or_first: bool = False
+    labels: dict[tuple[Any, ...], str] = field(default_factory=dict)
+    objects: dict[int, str] = field(default_factory=dict)  # of this call, by identity
+    alive: list[Any] = field(default_factory=list)
+
+    def label(self, kernel: Any) -> str:
+        """Return what an autotuned kernel is called: two of one name are two kernels."""
+        if id(kernel) not in self.objects:
+            written = getattr(kernel.base_fn, "fn", kernel.base_fn)  # Triton's wrapper, or Python's
+            code, name = written.__code__, str(kernel.base_fn.__name__)
+            texts = tuple(describe(each) for each in kernel.configs)
+            place = (code.co_filename, code.co_firstlineno, name, texts)
+            taken = set(self.objects.values())
+            number = 0
+            while (
+                self.labels.get((*place, number), "") in taken and (*place, number) in self.labels
+            ):
+                number += 1
+            if (*place, number) not in self.labels:
+                others = sum(key[2] == name for key in self.labels)
+                self.labels[(*place, number)] = f"{name} ({others + 1})" if others else name
+            self.objects[id(kernel)] = self.labels[(*place, number)]
+            self.alive.append(kernel)
+        return self.objects[id(kernel)]
 
 
 _lock = threading.Lock()
@@ -260,11 +104,12 @@ def autotuned(choices: Choices) -> Callable[..., Any]:
     def run(self: Any, *args: Any, **named: Any) -> Any:
         self.nargs = dict(zip(self.arg_names, args, strict=False))
         configurations = self.prune_configs(named) if len(self.configs) > 1 else self.configs
-        name = self.base_fn.__name__
-        choices.seen[name] = tuple(describe(each) for each in configurations)
-        texts = choices.seen[name]
+        name = choices.label(self)
+        texts = [describe(each) for each in configurations]
+        # A kernel may be launched with several sizes, each with configurations of its own.
+        choices.seen[name] = tuple(dict.fromkeys((*choices.seen.get(name, ()), *texts)))
         wanted = choices.chosen.get(name, texts[0])
-        if choices.or_first and wanted not in texts:
+        if wanted not in texts:  # pruned at these sizes, so that the autotuner cannot choose it
             wanted = texts[0]
         chosen = configurations[texts.index(wanted)]
         everything = {**self.nargs, **named, **chosen.all_kwargs()}

@@ -7,12 +7,14 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from isobit.certifying.judging.static_facts import facts_of
 from isobit.certifying.ptx.parser import parse
 from isobit.certifying.ptx.program import Program
 from isobit.certifying.records import KernelFacts
+from isobit.certifying.running.stand_in import REGISTERS, properties_of
 from isobit.errors import ArgumentError, EngineError, IsobitError, UnsupportedError
 from isobit.order.engines import ENGINE_OF_TARGET
 
@@ -127,7 +129,7 @@ class AbsentDriver:
     """Stands in for Triton's driver while a function runs: the target's name, and the CPU for its tensors."""
 
     def __init__(self, target: str) -> None:
-        self.target = gpu_target(check_target(target))
+        self.target, self.name = gpu_target(check_target(target)), target
 
     def get_current_target(self) -> Any:
         """Return the GPU that is compiled for."""
@@ -148,12 +150,21 @@ class AbsentDriver:
         return torch.device("cpu")
 
     def get_device_interface(self) -> Any:
-        """Raise an error: there is no device to ask."""
-        raise UnsupportedError(
-            expected="wrapper code that asks the GPU for nothing",
-            received="a question to Triton's driver about the device",
-            remedy="pass the number of multiprocessors as a parameter of the function",
-        )
+        """Return what Triton asks about the device: torch.cuda, for which stand_in.py answers."""
+        import torch
+
+        return torch.cuda
+
+    @property
+    def utils(self) -> Any:
+        """What Triton's tutorials ask the driver about the device."""
+        found = {
+            "multiprocessor_count": properties_of(self.name).multi_processor_count,
+            "max_num_regs": REGISTERS,
+            "max_shared_mem": SHARED_LIMIT[self.name],
+            "warpSize": 32,
+        }
+        return SimpleNamespace(get_device_properties=lambda device: found)
 
 
 @contextmanager

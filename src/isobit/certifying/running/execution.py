@@ -15,17 +15,20 @@ import torch
 
 from isobit.certifying.machine import Buffer, Machine, Pointer
 from isobit.certifying.records import KernelFacts
-from isobit.certifying.running.capture import Choices, Watch, captured, storage_of
+from isobit.certifying.running.capture import Choices, captured
 from isobit.certifying.running.compile import Compiled, Compiler, absent_driver, specialise
+from isobit.certifying.running.refusals import RaceError
+from isobit.certifying.running.stand_in import standing_in
 from isobit.certifying.running.storages import (
-    AxisOf,
-    Fill,
+    Arrangement,
+    Inputs,
     Names,
     Storages,
     element_places,
     layout_of,
     read_halves,
 )
+from isobit.certifying.running.watch import Known, Watch, storage_of
 from isobit.errors import ArgumentError, IsobitError, UnsupportedError
 from isobit.order.engines import ENGINE_OF_TARGET
 
@@ -45,6 +48,8 @@ class View:
     shape: tuple[int, ...]
     dtype: torch.dtype
     argument: str
+    stride: tuple[int, ...] = ()
+    offset: int = 0
     content: torch.Tensor | None = None
 
 
@@ -56,16 +61,19 @@ class Pilot:
         views: storage key -> its views, in the sequence of their first use.
         outputs: shapes and dtypes of what the function returned.
         launches: names of the kernels that it launched.
+        known: storages that outlive the call.
     """
 
+    known: Known = field(default_factory=Known)
     watch: Watch | None = None
     views: dict[str, list[View]] = field(default_factory=dict)
     outputs: list[tuple[tuple[int, ...], torch.dtype]] = field(default_factory=list)
     launches: list[str] = field(default_factory=list)
-    outside: dict[int, str] = field(default_factory=dict)
     alive: list[torch.Tensor] = field(default_factory=list)
     layouts: set[tuple[Any, ...]] = field(default_factory=set)
     choices: Choices = field(default_factory=Choices)
+    keeps: bool = True  # whether what the call makes is remembered
+    grad: bool = False  # whether torch records gradients
 
     def launch(
         self, kernel: Any, grid: Any, arguments: tuple[Any, ...], named: dict[str, Any]
@@ -78,15 +86,16 @@ class Pilot:
             if not isinstance(value, torch.Tensor):
                 continue
             self.alive.append(value)
-            key = self.watch.key_of(storage_of(value), self.outside)
+            text = f"{name} of {kernel.__name__}"
+            key = self.watch.key_of(value, text)
             layout = (key, storage_of(value), *layout_of(value))
             if layout not in self.layouts and value.numel():
                 self.layouts.add(layout)
                 with _without_modes():
                     copy = value.detach().clone()
-                text = f"{name} of {kernel.__name__}"
-                views = self.views.setdefault(key, [])
-                views.append(View(tuple(value.shape), value.dtype, text, copy))
+                offset = int(value.storage_offset())
+                view = View(tuple(value.shape), value.dtype, text, value.stride(), offset, copy)
+                self.views.setdefault(key, []).append(view)
 
     def knows(self, storage: int) -> bool:
         """Return False: a pilot does not judge."""
@@ -95,6 +104,42 @@ class Pilot:
     def wrote(self, storage: int) -> bool:
         """Return False: a pilot does not judge."""
         return False
+
+
+@dataclass
+class Dependence:
+    """Which storages the launches before may still use, if launches overlap (`launch_pdl=True`).
+
+    A launch with programmatic dependent launch begins while the one before is running; what that one does is ordered
+    only before `griddepcontrol.wait`. If it has not waited either, those before it may be running, too.
+    """
+
+    written: set[int] = field(default_factory=set)
+    read: set[int] = field(default_factory=set)
+    earlier: tuple[set[int], set[int]] = (set(), set())  # of launches that nobody has waited for
+
+    def before(self, machine: Machine, storages: Storages, overlaps: bool) -> None:
+        """Tell the machine which buffers are in use."""
+        if not overlaps:
+            self.written, self.read, self.earlier = set(), set(), (set(), set())
+            return
+        for storage, held in storages.held.items():
+            if held.buffer is None:
+                continue
+            if storage in self.earlier[0] | self.written:
+                machine.written_before.add(id(held.buffer))
+            if storage in self.earlier[1] | self.read:
+                machine.read_before.add(id(held.buffer))
+
+    def after(self, machine: Machine, storages: Storages, overlaps: bool) -> None:
+        """Note what a launch used."""
+        used = {s: held for s, held in storages.held.items() if held.buffer is not None}
+        changed = {s for s, held in used.items() if held.buffer and held.buffer.changed}
+        if overlaps and not machine.always_waited:
+            self.earlier = (self.earlier[0] | self.written, self.earlier[1] | self.read)
+        else:
+            self.earlier = (set(), set())
+        self.written, self.read = changed, set(used)
 
 
 @dataclass
@@ -109,13 +154,14 @@ class Execution:
     """
 
     compiler: Compiler
-    axis_of: AxisOf
+    inputs: Inputs
     labels: Sequence[int]
     nonce: int = 0
     record: bool = False
-    fill: Fill = lambda key, number, tensor: None
-    argument_of: Callable[[str, int], str] = lambda key, number: key
+    known: Known = field(default_factory=Known)
+    arrangement: Arrangement = field(default_factory=Arrangement)
     storages: Storages | None = None
+    dependence: Dependence = field(default_factory=lambda: Dependence())
     launched: list[Compiled] = field(default_factory=list)
     machines: list[tuple[Machine, Compiled]] = field(default_factory=list)
     executed: int = 0
@@ -135,8 +181,9 @@ class Execution:
     def attach(self, watch: Watch) -> None:
         """Begin a run."""
         labels = np.asarray(self.labels, dtype=np.uint64)
-        self.storages = Storages(watch, self.axis_of, labels, self.nonce, self.fill)
-        self.storages.argument_of = self.argument_of if self.record else None
+        self.storages = Storages(
+            watch, self.inputs, labels, self.nonce, self.arrangement, self.record
+        )
 
     def launch(
         self, kernel: Any, grid: Any, arguments: tuple[Any, ...], named: dict[str, Any]
@@ -149,13 +196,22 @@ class Execution:
             size = (size,) if isinstance(size, int) else tuple(int(each) for each in size)
             made = self.compiler.compile(kernel, call)
             self.launched.append(made)
-            given = self.storages.arguments(call.arguments)
+            texts = [f"{name} of {kernel.__name__}" for name in call.names]
+            given = self.storages.arguments(call.arguments, texts)
             label_buffers(given, call.names)
             if 0 in size:
                 return
             engine = ENGINE_OF_TARGET[self.compiler.target]
-            machine = Machine(made.program, engine=engine, names=True, record=self.record)
-            machine.run((*size, 1, 1)[:3], given, shared_bytes=made.shared_bytes)
+            overlaps = bool(getattr(call.options, "launch_pdl", False))
+
+            def prepared() -> Machine:
+                machine = Machine(made.program, engine=engine, names=True, record=self.record)
+                assert self.storages is not None
+                self.dependence.before(machine, self.storages, overlaps)
+                return machine
+
+            machine = self.run_machine(prepared, (*size, 1, 1)[:3], given, made)
+            self.dependence.after(machine, self.storages, overlaps)
             self.executed += machine.executed
             self.remarks += [
                 f"{made.name}: {what}, at {at}"
@@ -166,6 +222,43 @@ class Execution:
             self.approximate |= machine.approximate
             if self.record:
                 self.machines.append((machine, made))
+
+    def run_machine(
+        self,
+        prepared: Callable[[], Machine],
+        size: Sequence[int],
+        given: Sequence[Buffer | Pointer | int | float],
+        made: Compiled,
+    ) -> Machine:
+        """Run a kernel. A read that may come too late is no race if nothing that is stored depends on it.
+
+        A kernel that works in place may have more threads than elements: several load one element, and one of them
+        stores it. Such reads are poisoned with names that equal no others, twice: if memory then has the same
+        names, nobody uses them.
+        """
+        assert self.storages is not None
+        kept = self.storages.snapshot()
+        machine = prepared()
+        try:
+            return machine.run(size, given, shared_bytes=made.shared_bytes)
+        except RaceError:
+            if machine.races is None or not machine.races.is_late:
+                raise
+        late: dict[int, dict[int, int]] = {}
+        memory = []
+        for attempt in range(3):
+            self.storages.put_back(kept)
+            machine = prepared()
+            assert machine.races is not None
+            machine.races.late = late if not attempt else {}
+            machine.poison = late if attempt else {}
+            machine.run(size, given, shared_bytes=made.shared_bytes)
+            memory.append([held.names.copy() for held in self.storages.held.values()])
+        if any(not np.array_equal(a, b) for a, b in zip(memory[1], memory[2], strict=True)):
+            self.storages.put_back(kept)
+            machine = prepared()
+            machine.run(size, given, shared_bytes=made.shared_bytes)  # raises what it raised
+        return machine
 
     def knows(self, storage: int) -> bool:
         """Tell whether a storage was an argument of a launch."""
@@ -228,7 +321,7 @@ def call(
     Raises:
         FunctionError: If the function raises an error of its own, or returns something that is no tensor.
     """
-    watch = Watch(receiver)
+    watch = Watch(receiver, receiver.known, lazy=isinstance(receiver, Pilot) and not receiver.keeps)
     if isinstance(receiver, Pilot):
         receiver.watch = watch
     else:
@@ -237,8 +330,9 @@ def call(
     try:
         with (
             torch.random.fork_rng(devices=[]),
-            torch.no_grad(),
+            torch.set_grad_enabled(isinstance(receiver, Pilot) and receiver.grad),
             absent_driver(target),
+            standing_in(target),
             captured(receiver, receiver.choices),
             watch,
         ):
@@ -247,6 +341,8 @@ def call(
         outputs = as_outputs(function, found)
         if isinstance(receiver, Pilot):
             receiver.outputs = [(tuple(t.shape), t.dtype) for t in outputs]
+            if receiver.keeps:
+                watch.keep()
         else:
             receiver.read(outputs)
         return outputs

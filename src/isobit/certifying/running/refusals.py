@@ -38,6 +38,10 @@ class DivergentBranchError(MachineError):
     """A branch that the threads of one warp do not take alike."""
 
 
+class EndlessLoopError(MachineError):
+    """A program that does not end, such as one that waits for a flag of another program."""
+
+
 class AddressError(MachineError):
     """An address outside every buffer, outside shared memory, or not aligned."""
 

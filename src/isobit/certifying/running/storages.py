@@ -1,18 +1,18 @@
 """The memory of one run: storages of torch as buffers of the machine, every element with a name.
 
 [Note: names of inputs]
-An element of a float input is named by its tensor (its number in the sequence of creation, which does not depend on
-sizes), the label of its row, and its index without the row. With one label for all rows, equal rows have equal names
-wherever they are. With different labels, a value that came from another row shows. Integers are named by their value:
-the certificate takes them as they are. Memory that nobody has initialised gets names of its own in every run, so that
-a result that depends on it never equals another.
+An element of a float input is named by its tensor (see [Note: identity of inputs] in watch.py), the place of its view
+in that tensor, the label of its row, and its index without the row. With one label for all rows, equal rows have equal
+names wherever they are. With different labels, a value that came from another row shows. Integers are named by their
+value: the certificate takes them as they are. Memory that nobody has initialised gets names of its own in every run, so
+that a result that depends on it never equals another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -20,14 +20,56 @@ import torch
 from isobit.certifying.judging.row_axes import RowAxis
 from isobit.certifying.machine import Buffer, Pointer
 from isobit.certifying.names import names
-from isobit.certifying.running.capture import Watch, storage_of
+from isobit.certifying.running.watch import Watch, storage_of
 from isobit.errors import UnsupportedError
 
 Names = names.Names
 ALIGNED = 256  # bytes
-# (key of the storage, number of the view, tensor) -> the axis of rows
-AxisOf = Callable[[str, int, torch.Tensor], RowAxis | None]
-Fill = Callable[[str, int, torch.Tensor], None]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A view of a storage: which axis counts rows, and where in the storage it is, as text without rows."""
+
+    axis: RowAxis | None
+    place: str = ""
+
+
+class Inputs(Protocol):
+    """What is known about the inputs of a configuration before it is executed."""
+
+    def place(self, key: str, tensor: torch.Tensor) -> Placed:
+        """Return the rows and the place of a view; raise an error if other row counts have no such view."""
+
+    def fill(self, key: str, tensor: torch.Tensor) -> None:
+        """Give an input the values that it has in the largest configuration."""
+
+    def argument(self, key: str, tensor: torch.Tensor) -> str:
+        """Return the parameter of a kernel that a view was first passed as."""
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """How integers of rows are arranged in one run: floats follow by their labels.
+
+    Attributes:
+        order: the row that is put at each position; as they are if empty.
+        changed: positions whose integers are changed, to see that other rows do not depend on them.
+        by: what is added to them; booleans are negated.
+    """
+
+    order: tuple[int, ...] = ()
+    changed: tuple[int, ...] = ()
+    by: int = 0
+
+    def apply(self, tensor: torch.Tensor, axis: RowAxis, rows: int) -> None:
+        """Arrange the integers of a tensor in place."""
+        each = tensor.movedim(axis.axis, 0).unflatten(0, (rows, axis.per_row))
+        if self.order:
+            each.copy_(each[list(self.order)].clone())
+        if self.changed:
+            part = each[list(self.changed)]
+            each[list(self.changed)] = ~part if tensor.dtype is torch.bool else part + self.by
 
 
 @dataclass
@@ -42,6 +84,7 @@ class Held:
     named: np.ndarray[Any, np.dtype[np.bool_]]  # per byte
     before: bytes | None  # the content of a storage from outside, which is put back
     uninitialised: bool = False
+    integers: np.ndarray[Any, np.dtype[np.bool_]] | None = None  # halves of integer tensors
     buffer: Buffer | None = None  # of the current launch
 
     @property
@@ -65,16 +108,15 @@ class Storages:
     """All storages that kernels of one run were given."""
 
     watch: Watch
-    axis_of: AxisOf
-    labels: np.ndarray[Any, np.dtype[np.uint64]]  # of every row
+    inputs: Inputs
+    labels: np.ndarray[Any, np.dtype[np.uint64]]  # of the row at every position
     nonce: int = 0
-    fill: Fill = lambda key, number, tensor: None
-    argument_of: Callable[[str, int], str] | None = None  # given if expressions are described
+    arrangement: Arrangement = field(default_factory=Arrangement)
+    describe: bool = False  # whether named views are kept, to describe expressions
     named_views: list[NamedView] = field(default_factory=list)
     integers: list[list[bytes]] = field(default_factory=list)  # per integer input: content by row
     held: dict[int, Held] = field(default_factory=dict)
-    views: dict[str, list[tuple[Any, ...]]] = field(default_factory=dict)  # by key, as they come
-    outside: dict[int, str] = field(default_factory=dict)
+    views: set[tuple[Any, ...]] = field(default_factory=set)  # layouts that were named
 
     def knows(self, storage: int) -> bool:
         """Tell whether a storage was an argument of a launch."""
@@ -84,7 +126,9 @@ class Storages:
         """Tell whether a kernel wrote a storage."""
         return storage in self.held and self.held[storage].written
 
-    def arguments(self, values: Sequence[Any]) -> list[Buffer | Pointer | int | float]:
+    def arguments(
+        self, values: Sequence[Any], texts: Sequence[str]
+    ) -> list[Buffer | Pointer | int | float]:
         """Return the arguments of a launch; views of one storage are pointers into one buffer."""
         self.start_launch()
         starts: dict[int, list[int]] = {}
@@ -97,17 +141,17 @@ class Storages:
             for storage, found in starts.items()
         }
         return [
-            self.buffer(value, first.get(storage_of(value), 0))
+            self.buffer(value, text, first.get(storage_of(value), 0))
             if isinstance(value, torch.Tensor)
             else value
-            for value in values
+            for value, text in zip(values, texts, strict=True)
         ]
 
-    def buffer(self, tensor: torch.Tensor, begin: int) -> Buffer | Pointer:
+    def buffer(self, tensor: torch.Tensor, text: str, begin: int) -> Buffer | Pointer:
         """Return a tensor's first element in the buffer that begins at a byte of its storage; elements are named."""
         if not tensor.numel():
             return Buffer(np.zeros(0, dtype=np.uint8), np.zeros(0, dtype=np.uint64))
-        held = self.hold(tensor)
+        held = self.hold(tensor, text)
         self.name_view(held, tensor)
         start = first_byte(tensor)
         if start % 2:
@@ -117,19 +161,34 @@ class Storages:
                 remedy="pass a tensor of its own, such as view.clone()",
             )
         if held.buffer is None:
-            held.buffer = Buffer(held.data[begin:], held.names[begin // 2 :])
+            marks = None if held.integers is None else held.integers[begin // 2 :]
+            held.buffer = Buffer(held.data[begin:], held.names[begin // 2 :], integers=marks)
         return held.buffer if start == begin else Pointer(held.buffer, start - begin)
 
     def start_launch(self) -> None:
         """Forget the buffers of the launch before: a launch is ordered after it, so no race joins the two."""
         for held in self.held.values():
+            stored = None if held.buffer is None else held.buffer.integers
+            if stored is not None and held.integers is None:  # a kernel stored integers there
+                held.integers = np.zeros(len(held.names), dtype=bool)
+                held.integers[-len(stored) :] = stored
             held.buffer = None
 
-    def hold(self, tensor: torch.Tensor) -> Held:
-        """Return the record of a tensor's storage."""
+    def hold(self, tensor: torch.Tensor, text: str) -> Held:
+        """Return the record of a tensor's storage.
+
+        Raises:
+            UnsupportedError: If two storages that the function keeps cannot be told apart.
+        """
         storage = storage_of(tensor)
         if storage not in self.held:
-            key = self.watch.key_of(storage, self.outside)
+            key = self.watch.key_of(tensor, text)
+            if key.startswith("kept") and any(held.key == key for held in self.held.values()):
+                raise UnsupportedError(
+                    expected="tensors that the function keeps between calls to be told apart",
+                    received=f"two of {key.removeprefix('kept ')}",
+                    remedy="make them in the function, or before it is called",
+                )
             whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
             data = whole.numpy()
             empty = key.startswith("scratch") and storage not in self.watch.filled
@@ -158,49 +217,56 @@ class Storages:
     def name_view(self, held: Held, tensor: torch.Tensor) -> None:
         """Name the elements of a view that have no name yet; what a kernel has written keeps its name."""
         layout = (storage_of(tensor), *layout_of(tensor))
-        views = self.views.setdefault(held.key, [])
-        if layout in views or held.uninitialised or not tensor.numel():
+        if layout in self.views or held.uninitialised or not tensor.numel():
             return
-        number = len(views)
-        views.append(layout)
+        self.views.add(layout)
         size = tensor.element_size()
         places = element_places(tensor)
         kept = held.names == held.first  # what a kernel has written keeps its name
         fresh = ~held.named[places * size] & kept[places * size // 2]
         if not fresh.any():
             return
-        self.fill(held.key, number, tensor)
+        self.inputs.fill(held.key, tensor)
+        made = self.symbols(held, tensor, bool(fresh.all()))
         places = places[fresh]
-        if (made := self.symbols(held, tensor, number)) is not None:
+        if made is not None:
             write_halves(held.names, places, made[fresh], size)
         else:
             raw = held.data[: len(held.data) // 2 * 2].view(np.uint16)
             halves = np.unique((places * size)[:, None] + np.arange(0, size, 2)) // 2
             halves = halves[halves < len(raw)]
             held.names[halves] = names.fixed_half(raw[halves])
+            if not tensor.dtype.is_floating_point:
+                if held.integers is None:
+                    held.integers = np.zeros(len(held.names), dtype=bool)
+                held.integers[halves] = True
         halves = np.unique(((places * size)[:, None] + np.arange(size)) // 2)
         held.first[halves] = held.names[halves]
         held.named[(places * size)[:, None] + np.arange(size)] = True
 
-    def symbols(self, held: Held, tensor: torch.Tensor, number: int) -> Names | None:
+    def symbols(self, held: Held, tensor: torch.Tensor, fresh: bool) -> Names | None:
         """Return the names of a tensor's elements, or None if each is to be named by its value."""
+        floats = tensor.dtype.is_floating_point or tensor.dtype.is_complex
         try:
-            found = self.axis_of(held.key, number, tensor)
-            if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-                made = self.element_names(f"{held.key} view {number}", tensor, found)
-                if self.argument_of is not None:
-                    argument = self.argument_of(held.key, number)
-                    self.named_views.append(NamedView(argument, tuple(tensor.shape), found, made))
-                return made
-            if found is not None:
-                rows = tensor.movedim(found.axis, 0).reshape(len(self.labels), -1)
-                self.integers.append([row.numpy().tobytes() for row in rows])
-            return None
+            placed = self.inputs.place(held.key, tensor)
         except UnsupportedError:
             # Scratch that torch filled with one number has that number, whatever its shape.
-            if self.watch.is_constant(storage_of(tensor)) or not tensor.dtype.is_floating_point:
+            if self.watch.is_constant(storage_of(tensor)) or not floats:
                 return None
             raise
+        axis = placed.axis
+        if floats or self.watch.was_floats(storage_of(tensor)):
+            made = self.element_names(f"{held.key} at {placed.place}", tensor, axis)
+            if self.describe:
+                argument = self.inputs.argument(held.key, tensor)
+                self.named_views.append(NamedView(argument, tuple(tensor.shape), axis, made))
+            return made
+        if axis is not None:
+            if fresh:
+                self.arrangement.apply(tensor, axis, len(self.labels))
+            rows = tensor.movedim(axis.axis, 0).reshape(len(self.labels), -1)
+            self.integers.append([row.numpy().tobytes() for row in rows])
+        return None
 
     def element_names(self, label: str, tensor: torch.Tensor, found: RowAxis | None) -> Names:
         """Return the names of a float tensor's elements, flat in the order of its own index."""
@@ -218,6 +284,28 @@ class Storages:
             parts.append(index.reshape(shape))
         made = names.mix(*parts)
         return np.broadcast_to(made, tuple(tensor.shape)).reshape(-1)
+
+    def snapshot(self) -> list[tuple[Held, bytes, Names, Any]]:
+        """Return what storages hold before a launch, so that it can be run again."""
+        return [
+            (
+                held,
+                held.data.tobytes(),
+                held.names.copy(),
+                None if held.integers is None else held.integers.copy(),
+            )
+            for held in self.held.values()
+            if held.buffer is not None
+        ]
+
+    @staticmethod
+    def put_back(kept: list[tuple[Held, bytes, Names, Any]]) -> None:
+        """Put back what storages held before a launch."""
+        for held, data, named, integers in kept:
+            held.data[:] = np.frombuffer(data, dtype=np.uint8)
+            held.names[:] = named
+            if held.integers is not None:
+                held.integers[:] = integers
 
     def restore(self) -> None:
         """Put back the content of storages that the function did not make."""

@@ -20,11 +20,12 @@ import torch
 
 from isobit.certifying.machine import Buffer, Machine, Pointer
 from isobit.certifying.running.backends import compile_once
-from isobit.certifying.running.capture import Choices, captured, storage_of
+from isobit.certifying.running.capture import Choices, captured
 from isobit.certifying.running.compile import LaunchError, absent_driver, check_target, specialise
 from isobit.certifying.running.execution import label_buffers
 from isobit.certifying.running.refusals import AddressError, FloatAtomicError, RaceError
 from isobit.certifying.running.storages import ALIGNED, first_byte
+from isobit.certifying.running.watch import storage_of
 from isobit.errors import ArgumentError, EngineError, IsobitError
 from isobit.foundation.isolation import keeping_subnormals
 from isobit.order.engines import ENGINE_OF_TARGET
@@ -51,7 +52,7 @@ class Running:
     """
 
     target: str
-    choices: Choices = field(default_factory=lambda: Choices(or_first=True))
+    choices: Choices = field(default_factory=Choices)
     kernels: dict[str, int] = field(default_factory=dict)
     approximate: set[str] = field(default_factory=set)
 

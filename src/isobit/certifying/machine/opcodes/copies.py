@@ -61,7 +61,15 @@ def wait(machine: State, instruction: Instruction, mask: Array | None) -> None:
         machine.races.wait(instruction, pending)
 
 
-@opcode("fence", "membar", "prefetch", "griddepcontrol", "createpolicy", "discard")
+@opcode("griddepcontrol")
+def depend(machine: State, instruction: Instruction, mask: Array | None) -> None:
+    """Wait for the launches before; letting the next one begin changes nothing here."""
+    if "wait" in instruction.parts:
+        machine.everyone(mask)
+        machine.waited = True
+
+
+@opcode("fence", "membar", "prefetch", "createpolicy", "discard")
 def nothing(machine: State, instruction: Instruction, mask: Array | None) -> None:
     """Do nothing: a fence orders one thread's accesses, which lockstep keeps in order."""
     if instruction.parts[0] == "createpolicy":

@@ -1,0 +1,299 @@
+"""Launches of many row counts, without executing them: does any launch something that was not judged?
+
+[Note: the scan]
+A certificate executes a few row counts. A wrapper may launch something else for others: another kernel from 32,768 rows
+on, another number of warps or splits, a fixed grid when there are more rows than multiprocessors. A launch that is not
+executed costs about a millisecond, so some sixty row counts are launched. Of each launch the scan compares what is
+compiled (the kernel, its constants, its options, which sizes are 1 or divisible by 16), the grid and the whole numbers
+that are passed. Numbers may follow the rows: as a constant, a multiple, or tiles of rows; a rule that fits the judged
+row counts must fit the others.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from isobit.certifying.judging.configurations import Planned, Surveyed
+from isobit.certifying.running.capture import Choices
+from isobit.certifying.running.compile import Specialised, specialise
+from isobit.certifying.running.execution import Pilot, call
+from isobit.errors import IsobitError
+
+ROUNDS = 3  # scans: what the first finds may be executed, and then more may be known
+MOST = 1 << 16
+SCANNED = tuple(
+    sorted(
+        {m for p in range(17) for m in (2**p - 1, 2**p, 2**p + 1) if 0 < m <= MOST}
+        | {24, 48, 96, 100, 192, 200, 300, 384, 777, 1000, 1536, 5000, 10000, 20000, 40000, 60000}
+    )
+)
+BYTES, SECONDS = 1 << 29, 4.0  # of tensors that a call may make, and of processor time for a scan
+EXECUTED = 300  # rows; a launch of more is not executed without being asked for
+TILES = np.arange(1, 2049)  # rows of a tile that a rule may have
+PARTS = np.array([1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64, 96, 128])
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch: what is compiled, as texts, and the numbers that are passed."""
+
+    kernel: str
+    code: str
+    says: str
+    numbers: tuple[tuple[str, float], ...]
+
+
+@dataclass
+class Scan(Pilot):
+    """Receives launches, and notes what would be compiled."""
+
+    target: str = ""
+    found: list[Launch] = field(default_factory=list)
+    programs: int = 0
+    keeps: bool = False
+
+    def launch(
+        self, kernel: Any, grid: Any, arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> None:
+        """Note one launch."""
+        from torch.utils._python_dispatch import _disable_current_modes
+
+        with _disable_current_modes():
+            made = specialise(kernel, self.target, arguments, named)
+            size = grid(made.bound) if callable(grid) else grid
+        size = (size,) if isinstance(size, int) else tuple(int(each) for each in size)
+        numbers = [(f"the grid along {axis}", n) for axis, n in zip("xyz", size, strict=False)]
+        numbers += [
+            (name, value)
+            for name, value in zip(made.names, made.arguments, strict=True)
+            if isinstance(value, (int, float)) and not isinstance(value, bool)
+        ]
+        written = kernel.fn.__code__
+        code = (written.co_filename, written.co_firstlineno, kernel.__name__, *made.key)
+        self.launches.append(kernel.__name__)
+        self.programs += int(np.prod(size))
+        self.found.append(
+            Launch(
+                kernel.__name__,
+                repr(code),
+                describe(made),
+                tuple((n, float(v)) for n, v in numbers),
+            )
+        )
+
+
+def describe(made: Specialised) -> str:
+    """Return what is compiled, for messages: constants, options, and which sizes are divisible by 16."""
+    names = list(made.signature)
+    even = [names[path[0]] for path, facts in made.attributes.items() if facts]
+    return made.describe() + (f" ({', '.join(even)} divisible by 16)" if even else "")
+
+
+@dataclass(frozen=True)
+class Unjudged:
+    """Row counts that launch something that no judged row count launches."""
+
+    rows: tuple[int, ...]
+    what: str
+
+    def __str__(self) -> str:
+        counts = f"{self.rows[0]:,} rows" if self.rows[0] != 1 else "1 row"
+        more = f" and {len(self.rows) - 1} more of the row counts" if len(self.rows) > 1 else ""
+        return f"at {counts}{more}, {self.what}"
+
+
+@dataclass
+class Scanned:
+    """What a scan found.
+
+    Attributes:
+        counts: the row counts that were launched.
+        unjudged: those that launch something else than the judged ones.
+        unsettled: judged row counts that may launch something else.
+        remarks: what else is not judged, such as a backward pass.
+    """
+
+    counts: list[int] = field(default_factory=list)
+    unjudged: list[Unjudged] = field(default_factory=list)
+    unsettled: list[Unjudged] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+
+
+class Rules:
+    """The rules that a number may follow: constant, affine in rows, tiles of rows times a number."""
+
+    def __init__(self, points: Sequence[tuple[int, float]]) -> None:
+        (first, value), (last, end) = points[0], points[-1]
+        self.constant = value if all(v == value for _, v in points) else None
+        slope = (end - value) / (last - first) if last != first else 0.0
+        self.affine = (value - slope * first, slope)
+        if not all(self.affine[0] + slope * r == v for r, v in points) or slope != int(slope):
+            self.affine = None if last != first else self.affine  # type: ignore[assignment]
+        # number = times * ceil(rows * part / tile), where one row has one tile or some
+        part, tile = (each.reshape(-1) for each in np.meshgrid(PARTS, TILES))
+        at_first = -(-first * part // tile)
+        times = value / at_first
+        whole = times == np.floor(times)
+        self.tiles = [each[whole] for each in (times, part, tile)]
+        for rows, number in points:
+            self.keep_tiles(rows, number)
+
+    def keep_tiles(self, rows: int, number: float) -> bool:
+        """Keep the tiles that fit a value; return whether there are any."""
+        times, part, tile = self.tiles
+        fits = times * -(-rows * part // tile) == number
+        if fits.any():
+            self.tiles = [each[fits] for each in self.tiles]
+        return bool(fits.any())
+
+    def fit(self, rows: int, number: float) -> bool:
+        """Tell whether a value at another number of rows follows a rule."""
+        affine = self.affine is not None and self.affine[0] + self.affine[1] * rows == number
+        return self.constant == number or affine or self.keep_tiles(rows, number)
+
+
+def launched(
+    surveyed: Surveyed, one: Planned, grad: bool = False
+) -> tuple[list[Launch], Scan, Any]:
+    """Return the launches of a row count."""
+    choices = Choices(dict(one.autotune), labels=surveyed.labels)
+    scan = Scan(known=surveyed.known, choices=choices, target=surveyed.target, grad=grad)
+    outputs = call(surveyed.function, one.given, scan, surveyed.target)
+    tuned = [
+        Launch(name, f"{name}: {text}", f"may be tuned to {text}", ())
+        for name, texts in scan.choices.seen.items()
+        for text in texts
+    ]
+    return scan.found + tuned, scan, outputs
+
+
+def scan_rows(surveyed: Surveyed) -> Scanned:
+    """Launch many row counts of every setting, and compare them with the judged ones."""
+    scanned, began = Scanned(), time.process_time()
+    settings = dict.fromkeys(one.settings for one in surveyed.plans if one.rows is not None)
+    for each in settings:
+        judged = sorted(
+            {p.rows for p in surveyed.plans if p.settings == each and p.rows is not None}
+        )
+        try:
+            scan_setting(surveyed, each, judged, scanned, began)
+        except IsobitError:  # the judged configurations say what it is
+            continue
+    return scanned
+
+
+def scan_setting(
+    surveyed: Surveyed, settings: Any, judged: list[int], scanned: Scanned, began: float
+) -> None:
+    """Scan the row counts of one setting."""
+    known = {rows: launched(surveyed, Planned(rows, settings)) for rows in judged}
+    surveyed.programs |= {rows: scan.programs for rows, (_, scan, _) in known.items()}
+    codes = {tuple(one.code for one in found) for found, _, _ in known.values()}
+    single = {one.code for found, _, _ in known.values() for one in found}
+    rules = number_rules({rows: found for rows, (found, _, _) in known.items()})
+    different: dict[str, list[int]] = {}
+    watch = known[judged[-1]][1].watch
+    size = 0.0 if watch is None else watch.bytes / judged[-1]
+    for rows in SCANNED:
+        if rows in judged:
+            continue
+        if size * rows > BYTES or time.process_time() - began > SECONDS:
+            break
+        try:
+            found, _, _ = launched(surveyed, Planned(rows, settings))
+        except IsobitError:
+            continue  # it does not run, so nothing is claimed
+        scanned.counts.append(rows)
+        what = compare(found, codes, single, rules, known[judged[-1]][0], rows)
+        if what:
+            different.setdefault(what, []).append(rows)
+    scanned.unjudged += [Unjudged(tuple(rows), what) for what, rows in different.items()]
+    for rows in dict.fromkeys((judged[0], judged[-1])):
+        look_at_gradients(surveyed, Planned(rows, settings), known[rows][0], scanned)
+
+
+def number_rules(known: dict[int, list[Launch]]) -> dict[tuple[int, str], Rules]:
+    """Return the rules of every number of every launch, by its place."""
+    points: dict[tuple[int, str], list[tuple[int, float]]] = {}
+    for rows in sorted(known):
+        for at, one in enumerate(known[rows]):
+            for name, value in one.numbers:
+                points.setdefault((at, name), []).append((rows, value))
+    return {place: Rules(values) for place, values in points.items()}
+
+
+def compare(
+    found: list[Launch],
+    codes: set[tuple[str, ...]],
+    single: set[str],
+    rules: dict[tuple[int, str], Rules],
+    reference: list[Launch],
+    rows: int,
+) -> str:
+    """Return what a row count launches that no judged one does, or ""."""
+    new = [one for one in found if one.code not in single]
+    if new:
+        names = {one.kernel for one in reference}
+        if new[0].kernel not in names:
+            return f"{new[0].kernel} is launched, another kernel"
+        return f"{new[0].kernel} is another binary: {new[0].says}"
+    if tuple(one.code for one in found) not in codes:
+        return f"{len(found)} launches follow each other in another way"
+    for at, one in enumerate(found):
+        for name, value in one.numbers:
+            rule = rules.get((at, name))
+            if rule is not None and not rule.fit(rows, value):
+                return f"{name} of {one.kernel} follows another rule ({value:g})"
+    return ""
+
+
+def look_at_gradients(
+    surveyed: Surveyed, one: Planned, reference: list[Launch], scanned: Scanned
+) -> None:
+    """Compare with a call that records gradients: training may launch something else, and has a backward pass."""
+    try:
+        found, _, outputs = launched(surveyed, one, grad=True)
+    except IsobitError:
+        return
+    if [each.code for each in found] != [each.code for each in reference]:
+        new = [each for each in found if each.code not in {r.code for r in reference}]
+        name = new[0].kernel if new else "something else"
+        says = f" ({new[0].says})" if new else ""
+        scanned.unsettled.append(
+            Unjudged((one.rows or 1,), f"with gradients recorded, {name}{says} is launched")
+        )
+    if any(isinstance(each, torch.Tensor) and each.requires_grad for each in outputs):
+        text = (
+            "the backward pass was not judged: call it in the function, under torch.enable_grad(), and return the "
+            "gradients"
+        )
+        if text not in scanned.remarks:
+            scanned.remarks.append(text)
+
+
+def scan_and_add(surveyed: Surveyed, add: bool) -> Scanned:
+    """Scan, and let small row counts that launch something else be judged, if the rows are nobody's choice."""
+    scanned = scan_rows(surveyed)
+    for _ in range(ROUNDS):
+        new = to_execute(scanned) if add else []
+        if not new:
+            break
+        surveyed.add(new)
+        scanned = scan_rows(surveyed)
+    return scanned
+
+
+def to_execute(scanned: Scanned) -> list[int]:
+    """Return row counts that are small enough to be judged: one for each thing that was not."""
+    return sorted({min(rows) for one in scanned.unjudged if (rows := small(one.rows))})
+
+
+def small(rows: Iterable[int]) -> list[int]:
+    """Return row counts that can be executed."""
+    return [each for each in rows if each <= EXECUTED]

@@ -1,0 +1,380 @@
+"""Watch what torch does while a function runs: which tensors it makes, and from what.
+
+[Note: identity of inputs]
+A float input of a kernel is a symbol, and two calls are compared by the names of their symbols. So a tensor must have
+the same name in two calls exactly if it is the same input. A tensor that torch made in the call is named by its
+*recipe*: the operator, its scalars (not its sizes) and the recipes of the tensors that it was computed from, with a
+number among those of one recipe. A tensor from outside the function is named by its storage, which is one object in
+all calls; one that the function keeps from an earlier call is named by its recipe in that call. A tensor that is made
+outside torch in every call (`torch.from_numpy`) is named by the argument that it is passed as; its content is compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from blake3 import blake3
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from isobit.errors import UnsupportedError
+
+DispatchMode: Any = TorchDispatchMode  # untyped in torch
+
+# These read shapes, not values.
+VALUELESS = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
+        *("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"),
+        *("size", "stride", "sym_size", "sym_stride", "is_same_size"),
+    )
+)
+MOVES = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("clone", "_to_copy", "copy", "cat", "stack", "copy_", "fill_", "zero_"),
+        *("normal_", "uniform_", "random_", "bernoulli_", "exponential_"),
+    )
+)
+CONSTANT = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones"),
+        *("full", "full_like", "new_full"),
+    )
+)
+UNINITIALISED = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"),
+        "empty_permuted",
+    )
+)
+RANDOM = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "normal"),
+        *("normal_", "uniform_", "random_", "bernoulli", "bernoulli_", "exponential_"),
+    )
+)
+# A maximum is the same in any order, and so are these.
+ORDERLESS = frozenset(
+    f"aten::{name}" for name in ("amax", "amin", "any", "all", "argmax", "argmin")
+)
+READS = ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal")  # values go to Python
+# Arguments that say how large a tensor is or where it is, not what it holds. The end of a range says how long it is.
+SIZES = frozenset(
+    ("size", "stride", "layout", "device", "pin_memory", "memory_format", "non_blocking", "end")
+)
+
+
+SMALL = 1 << 16  # elements that are filled with zeros where their values do not matter
+
+
+class Receiver(Protocol):
+    """What takes the launches of a function."""
+
+    def launch(
+        self, kernel: Any, grid: Any, arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> None:
+        """Take one launch."""
+
+    def knows(self, storage: int) -> bool:
+        """Tell whether a storage was an argument of a launch."""
+
+    def wrote(self, storage: int) -> bool:
+        """Tell whether a kernel wrote a storage."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """A storage that torch made while the function ran, or changed in place.
+
+    Attributes:
+        key: its recipe and a number among those of one recipe; "scratch …" for uninitialised memory.
+        operator: what made or last changed it.
+        parents: keys of tensors that it was computed from.
+        shape: of the tensor that came with it.
+        recipe: digest of the operator, its scalars and the recipes of the parents.
+        exact: the same with whole numbers, which `recipe` leaves out for integer tensors: they may follow the rows.
+        says: the operator with its scalars, for messages.
+        pointwise: whether every element was computed from one element of each parent, or only moved.
+        random: whether its values come from a random generator.
+        axes: the axes that the operator reduced, if it says so.
+        parts: sizes, strides and offsets of parts that were changed in place.
+        floats: whether it was made as floats: then its bits are floats, whatever a view of it is called.
+    """
+
+    key: str
+    operator: str
+    parents: tuple[str, ...]
+    shape: tuple[int, ...]
+    recipe: str = ""
+    exact: str = ""
+    says: str = ""
+    pointwise: bool = True
+    random: bool = False
+    axes: tuple[int, ...] | None = None
+    parts: tuple[int, ...] = ()
+    floats: bool = False
+
+
+@dataclass
+class Known:
+    """Storages that outlive a call: from outside the function, or kept by it.
+
+    Attributes:
+        outside: storage -> its key.
+        kept: storage -> the key that it had in the call that made it.
+        settled: whether all of them have been seen; a storage that comes later belongs to one call.
+    """
+
+    outside: dict[int, str] = field(default_factory=dict)
+    kept: dict[int, Made] = field(default_factory=dict)
+    alive: list[Any] = field(default_factory=list)
+    settled: bool = False
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Return the number that identifies a tensor's storage while it lives."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def digest(*parts: str) -> str:
+    """Return a short digest of texts."""
+    return blake3("\n".join(parts).encode()).hexdigest()[:12]
+
+
+def given_arguments(
+    func: Any, args: tuple[Any, ...], named: Mapping[str, Any]
+) -> Iterator[tuple[Any, Any]]:
+    """Return the arguments of an operator with their places in its schema."""
+    for number, argument in enumerate(func._schema.arguments):
+        if number < len(args) and not argument.kwarg_only:
+            yield argument, args[number]
+        elif argument.name in named:
+            yield argument, named[argument.name]
+
+
+def changed_by(func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors that an operator writes in place."""
+    found = list[torch.Tensor]()
+    for argument, value in given_arguments(func, args, named):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            leaves = _pytree.tree_leaves(value)
+            found += [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return found
+
+
+def scalars_of(
+    func: Any, args: tuple[Any, ...], named: Mapping[str, Any]
+) -> tuple[list[str], list[str]]:
+    """Return the arguments that are no tensors and no sizes, as texts: without whole numbers, and all."""
+    some, every = [], []
+    for argument, value in given_arguments(func, args, named):
+        leaves = _pytree.tree_leaves(value)
+        if argument.name in SIZES or any(
+            isinstance(leaf, (torch.Tensor, torch.Generator)) for leaf in leaves
+        ):
+            continue
+        text = f"{argument.name}={value!r}"
+        every.append(text)
+        if not any(type(leaf) is int for leaf in leaves):
+            some.append(text)
+    return some, every
+
+
+@dataclass(eq=False)
+class Watch(DispatchMode):  # type: ignore[misc]
+    """Notes what torch makes, and raises an error where torch reads what a kernel wrote.
+
+    Attributes:
+        made: storage -> what is known of it now.
+        history: key -> everything that was made, also what was changed since.
+        host_reads: keys of tensors whose values went to Python, and how.
+    """
+
+    receiver: Receiver
+    known: Known = field(default_factory=Known)
+    lazy: bool = False  # whether random numbers are not drawn
+    bytes: int = 0  # that torch made
+    made: dict[int, Made] = field(default_factory=dict)
+    history: dict[str, Made] = field(default_factory=dict)
+    alive: list[Any] = field(default_factory=list)
+    filled: set[int] = field(default_factory=set)  # storages that an operator wrote in place
+    counts: dict[str, int] = field(default_factory=dict)
+    fresh: dict[int, str] = field(default_factory=dict)  # made outside torch in this call
+    host_reads: list[tuple[str, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Check one operator's arguments, call it, and note what it made."""
+        kwargs = kwargs or {}
+        name = func._schema.name
+        given = [v for v in _pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
+        changed = [] if func.is_view else changed_by(func, args, kwargs)
+        if not func.is_view and name not in VALUELESS:
+            self.check(name, given, changed)
+        if name in READS:
+            self.host_reads += [
+                (self.made[s].key, name) for t in given if (s := storage_of(t)) in self.made
+            ]
+        found = self.draw(func, args, kwargs) if self.lazy and name in RANDOM else None
+        found = func(*args, **kwargs) if found is None else found
+        known = {storage_of(t) for t in given}
+        for tensor in changed:
+            self.note(tensor, func, args, kwargs, given, before=self.made.get(storage_of(tensor)))
+        for tensor in _pytree.tree_leaves(found):
+            if isinstance(tensor, torch.Tensor) and storage_of(tensor) not in known:
+                self.note(tensor, func, args, kwargs, given)
+        return found
+
+    def draw(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return zeros instead of random numbers, or memory that nobody touches: only the launches matter."""
+        arguments = {a.name: v for a, v in given_arguments(func, args, kwargs)}
+        if func._schema.name.endswith("_") or "size" not in arguments:
+            return arguments.get("self") if func._schema.name.endswith("_") else None
+        whole = torch.int64 if "randint" in func._schema.name else torch.get_default_dtype()
+        make = torch.zeros if math.prod(arguments["size"]) < SMALL else torch.empty
+        return make(arguments["size"], dtype=arguments.get("dtype") or whole)
+
+    def check(self, name: str, given: list[torch.Tensor], changed: list[torch.Tensor]) -> None:
+        """Raise an error if an operator reads a kernel's result, or changes a kernel's argument."""
+        for tensor in given:
+            storage = storage_of(tensor)
+            if self.receiver.wrote(storage):
+                raise UnsupportedError(
+                    expected="no torch operator on what a kernel wrote: names of expressions end there",
+                    received=f"{name} on a tensor {list(tensor.shape)} that a kernel wrote",
+                    remedy="do it in a kernel, or return the tensor before it",
+                )
+        for tensor in changed:
+            self.filled.add(storage_of(tensor))
+            if self.receiver.knows(storage_of(tensor)):
+                raise UnsupportedError(
+                    expected="inputs that stay as they are between two launches",
+                    received=f"{name} changes a tensor {list(tensor.shape)} that a kernel has read",
+                    remedy="prepare inputs before the first launch, or use a new tensor",
+                )
+
+    def note(
+        self,
+        tensor: torch.Tensor,
+        func: Any,
+        args: tuple[Any, ...],
+        named: Mapping[str, Any],
+        given: list[torch.Tensor],
+        before: Made | None = None,
+    ) -> None:
+        """Remember a storage that torch made, or (`before`) changed. A copy keeps the key of what it copies.
+
+        With one row a transposed tensor is contiguous and `contiguous()` copies nothing: the key must not change.
+        """
+        storage, operator = storage_of(tensor), func._schema.name
+        if before is None:
+            if storage in self.made:
+                return
+            self.alive.append(tensor.untyped_storage())
+            self.bytes += tensor.untyped_storage().nbytes()
+            if operator == "aten::clone" and (source := self.made.get(storage_of(given[0]))):
+                self.made[storage] = source
+                return
+        kind = "scratch" if operator in UNINITIALISED else "tensor"
+        read = [] if operator in VALUELESS else given
+        others = [
+            self.made[s]
+            for t in read
+            if (s := storage_of(t)) in self.made and (before is None or s != storage)
+        ]
+        outside = [
+            self.known.outside.get(s, "outside")
+            for t in read
+            if (s := storage_of(t)) not in self.made
+        ]
+        some, every = scalars_of(func, args, named)
+        floats = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+        told = every if floats else some
+        start = [operator, str(tensor.dtype), *outside] + ([before.recipe] if before else [])
+        recipe = digest(*start, *told, *(one.recipe for one in others))
+        exact = digest(*start, *every, *(one.exact for one in others))
+        axes = next((v for a, v in given_arguments(func, args, named) if a.name == "dim"), None)
+        pointwise = torch.Tag.pointwise in func.tags or operator in MOVES
+        parents = tuple(one.key for one in others)
+        made = Made(
+            self.numbered(kind, operator, recipe),
+            operator,
+            parents,
+            tuple(tensor.shape),
+            recipe,
+            exact,
+            f"{operator}({', '.join(every)})",
+            pointwise,
+            operator in RANDOM or any(one.random for one in others),
+            (axes,) if isinstance(axes, int) else None if axes is None else tuple(axes),
+            floats=floats,
+        )
+        if before is not None:
+            whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+            part = (*tensor.shape, *tensor.stride(), tensor.storage_offset(), tensor.numel())
+            made = replace(
+                made,
+                parents=(*parents, before.key),
+                shape=before.shape,
+                random=made.random or before.random,
+                parts=before.parts if whole else (*before.parts, *map(int, part)),
+                floats=before.floats,
+            )
+        self.made[storage] = self.history[made.key] = made
+
+    def numbered(self, kind: str, operator: str, recipe: str) -> str:
+        """Return the key of the next tensor of a recipe."""
+        name = f"{kind} {operator.removeprefix('aten::')} {recipe}"
+        number = self.counts.get(name, 0)
+        self.counts[name] = number + 1
+        return f"{name} {number}"
+
+    def is_constant(self, storage: int) -> bool:
+        """Tell whether torch filled a storage with one number when it made it, and nothing since."""
+        made = self.made.get(storage)
+        return made is not None and made.operator in CONSTANT and storage not in self.filled
+
+    def was_floats(self, storage: int) -> bool:
+        """Tell whether a storage was made as floats."""
+        made = self.made.get(storage) or self.known.kept.get(storage)
+        return made is not None and made.floats
+
+    def key_of(self, tensor: torch.Tensor, argument: str) -> str:
+        """Return the key of a tensor's storage. See [Note: identity of inputs]."""
+        storage, known = storage_of(tensor), self.known
+        if storage in self.made:
+            return self.made[storage].key
+        if storage in known.kept:
+            return f"kept {known.kept[storage].key}"
+        if storage not in known.outside and not known.settled:
+            known.outside[storage] = f"outside {len(known.outside)}"
+            known.alive.append(tensor.untyped_storage())
+        if storage in known.outside:
+            return known.outside[storage]
+        if storage not in self.fresh:
+            same = sum(key.startswith(f"fresh {argument} ") for key in self.fresh.values())
+            self.fresh[storage] = f"fresh {argument} {same}"
+            self.alive.append(tensor.untyped_storage())
+        return self.fresh[storage]
+
+    def keep(self) -> None:
+        """Remember what this call made, for the case that the function keeps it."""
+        self.known.kept |= self.made
+        self.known.alive += self.alive

@@ -1,0 +1,203 @@
+"""Theorem: no kernel whose rows depend on the batch gets a certificate, and right kernels still do.
+
+Every wrong kernel once had, or might have, exit code 0. One of each cause runs here, all of them in full.
+"""
+
+import inspect
+
+import pytest
+
+pytest.importorskip("triton")
+
+import isobit
+from isobit.certifying.judging.configurations import Surveyed, plan
+from isobit.certifying.judging.scan import scan_rows
+from tests.certifying import (
+    more_wrong_kernels,
+    right_kernels,
+    wrong_inputs,
+    wrong_launches,
+    wrong_rows,
+)
+
+NOT_WRONG = {
+    *("mats", "make", "kernel_factory", "blocks", "warps_above"),  # parts of others
+    *(
+        "loop_on_data",
+        "heads_before_rows",
+    ),  # invariant; the first is refused, its branch depends on data
+    "atomics_in_backward",  # its forward is right: the note about the backward pass has a test of its own
+    "alignment",  # two settings, see below
+    "splits_of_a_setting",
+}
+# The row counts of these are nobody's choice: what they do at others is what is wrong.
+BY_DEFAULT = {
+    *("split_k_above_256", "split_k_at_200", "split_k_for_16_to_64"),
+    *("split_k_when_tiles_are_full", "channels_first_4", "persistent_carries_over", "env_choice"),
+    *("splits_as_a_number", "epsilon_of_large_batches"),
+}
+ABOVE_64 = (
+    *("tf32_or_ieee", "tf32_or_tf32x3", "heuristics_on_m", "alignment_by_rows", "split_k_by_rows"),
+    *("asm_rounding_by_m", "exp_by_m", "div_by_m", "relu_nan_by_m", "runtime_branch_on_m"),
+    "stray_row_64",
+)
+ROWS = {
+    **dict.fromkeys(ABOVE_64, (1, 66)),
+    "float_atomics_large_batches_only": (1, 130),
+    "channels_first": (1, 32),
+    "spin_lock": (1, 3),
+}
+# One of each cause: (function, row counts, exit code, what the reason names)
+QUICK = (
+    (wrong_rows.int_splits_by_batch, (1, 17), 2, "splits of sum_in_splits"),
+    (wrong_rows.int_positions_hide_parity, (1, 3), 1, "at another position"),
+    (wrong_launches.int_of_other_row, (1, 3), 1, "the integers of other rows"),
+    (wrong_inputs.other_weights_by_rows, (1, 17), 2, "w of scaled_rows"),
+    (wrong_inputs.swapped_halves_by_rows, (1, 17), 1, "the number of rows"),
+    (wrong_rows.torch_prescale_by_rows, (1, 17), 2, "aten::mul(other=2.0)"),
+    (wrong_rows.fp32_as_int32, (1, 17), 1, "the number of rows"),
+    (more_wrong_kernels.packed_weights, (1, 17), 1, "the number of rows"),
+    (wrong_launches.two_kernels_of_one_name, (1, 3), 1, "kernel is tuned to"),
+    (wrong_launches.pdl_without_wait, (1, 3), 1, "the launch before may still write it"),
+    (wrong_launches.open_products_by_warps, (1, 17), 2, "ptxas may fuse"),
+    (wrong_rows.stray_row_2, (1, 3), 1, "depend on another row"),
+    (wrong_rows.torch_amax_scale, (1, 3), 2, "aten::amax"),
+    (wrong_rows.spin_lock, (1,), 2, "nothing changes"),
+    (wrong_launches.by_grad_mode, (1, 17), 2, "with gradients recorded"),
+    (wrong_launches.cached_plan, (1, 17), 2, "keeps what it chose"),
+    (more_wrong_kernels.first_half_scaled, (1, 3), 2, "another part"),
+)
+
+
+def certify(function, rows, **given):
+    return isobit.certify(function, rows=rows, targets=("sm_90",), **given)
+
+
+@pytest.mark.parametrize(
+    ("function", "rows", "code", "said"), QUICK, ids=lambda one: getattr(one, "__name__", None)
+)
+def test_one_kernel_of_each_cause_gets_no_certificate(function, rows, code, said):
+    found = certify(function, rows)
+    assert found.exit_code == code, str(found)
+    assert said in " ".join(str(found).split())
+
+
+def all_wrong():
+    for module in (wrong_rows, wrong_launches, wrong_inputs, more_wrong_kernels):
+        for name, one in vars(module).items():
+            if (
+                inspect.isfunction(one)
+                and one.__module__ == module.__name__
+                and name not in NOT_WRONG
+            ):
+                rows = None if name in BY_DEFAULT else ROWS.get(name, (1, 17))
+                yield pytest.param(one, rows, id=name)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("function", "rows"), list(all_wrong()))
+def test_no_wrong_kernel_gets_a_certificate(function, rows):
+    try:
+        found = certify(function, rows)
+    except isobit.errors.IsobitError:
+        return  # raised before anything was judged: there is no certificate
+    assert found.exit_code in (1, 2), str(found)
+    assert not found.kept
+
+
+def test_there_are_as_many_wrong_kernels_as_are_said():
+    assert len(list(all_wrong())) >= 80 + 15
+
+
+RIGHT = (
+    (right_kernels.positions, (1, 3)),
+    (right_kernels.random_targets, (1, 3)),
+    (right_kernels.scattered, (1, 3)),
+    (right_kernels.block_table, (1, 3)),
+    (right_kernels.gate_and_up, (1, 3)),
+    (right_kernels.kept_workspace, (1, 3)),
+    (right_kernels.maximum_of_each_row, (1, 3)),
+    (right_kernels.drawn_words, (1, 3)),
+    (right_kernels.waits, (1, 3)),
+    (right_kernels.unfused, (1, 3)),
+    (right_kernels.weight_from_outside, (1, 3)),
+    (right_kernels.rounded_in_torch, (1, 3)),
+    (right_kernels.one_scale, (1, 3)),
+)
+SLOW_TO_REPEAT = {"weight_from_outside", "rounded_in_torch", "one_scale", "scattered", "waits"}
+
+
+@pytest.mark.parametrize(
+    ("function", "rows"),
+    [
+        pytest.param(
+            one, rows, marks=[pytest.mark.full] * (one.__name__ in SLOW_TO_REPEAT), id=one.__name__
+        )
+        for one, rows in RIGHT
+    ],
+)
+def test_right_twins_are_kept(function, rows):
+    found = certify(function, rows)
+    assert found.kept, str(found)
+    assert found.targets[0].rows_compared == found.targets[0].rows == sum(rows)
+
+
+def scan(function, rows=None):
+    return scan_rows(Surveyed(function, "sm_90", plan(function, rows, {})).survey())
+
+
+@pytest.mark.parametrize(
+    "threshold", [131, 150, 255, 400, 1000, 2048, 5000, 16_384, 32_767, 59_000]
+)
+def test_thresholds_between_131_and_60_000_rows_are_named(threshold):
+    found = scan(more_wrong_kernels.warps_above(threshold))
+    assert found.unjudged
+    assert min(found.unjudged[0].rows) > threshold
+    assert "num_warps=2" in str(found.unjudged[0])
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (wrong_launches.split_k_above_256, "S=4"),
+        (wrong_launches.split_k_at_200, "S=4"),
+        (wrong_launches.persistent_carries_over, "the grid along x"),
+        (more_wrong_kernels.splits_as_a_number, "splits of sum_parts follows another rule (4)"),
+        (more_wrong_kernels.epsilon_of_large_batches, "epsilon of add_epsilon"),
+        (wrong_rows.float_atomics_large_batches_only, ""),
+        (right_kernels.positions, ""),
+        (right_kernels.gate_and_up, ""),
+    ],
+)
+def test_a_scan_names_what_other_row_counts_launch(function, said):
+    found = scan(function)
+    assert len(found.counts) > 40
+    assert said in " ".join(map(str, found.unjudged))
+    assert bool(said) == bool(found.unjudged)
+
+
+def test_row_counts_that_launch_something_else_are_executed_if_nobody_chose():
+    found = isobit.certify(wrong_launches.split_k_at_200, targets=("sm_90",))
+    assert found.exit_code == 1
+    assert 255 in found.rows
+
+
+def test_row_counts_that_were_chosen_are_what_a_certificate_is_about():
+    function = more_wrong_kernels.warps_above(5000)
+    found = certify(function, (1, 3))
+    assert found.exit_code == 0
+    assert "Row counts tried: 1 and 3." in str(found)
+    assert "Not judged: at 8,191 rows" in " ".join(str(found).split())
+
+
+def test_a_backward_pass_that_is_not_called_is_named():
+    found = certify(wrong_launches.atomics_in_backward, (1, 3))
+    assert found.exit_code == 0
+    assert any("backward pass was not judged" in note for note in found.notes)
+    assert certify(wrong_launches.atomics_in_backward_called, (1, 3)).exit_code == 1
+
+
+def test_integers_that_a_setting_changes_are_not_left_uncompared():
+    found = certify(more_wrong_kernels.splits_of_a_setting, (1, 3), vary={"splits": (1, 4)})
+    assert found.exit_code == 2
+    assert "splits=4" in str(found)
