@@ -29,7 +29,7 @@ LAYERS = {
     "sampling": "foundation ops",
     "simulator": "foundation order report",
     "comparing": "foundation report",
-    "profiling": "foundation report",
+    "profiling": "foundation contracts report",
     "parallel": "foundation order ops optim",
     "guards": "foundation parallel report simulator",
     "integrations": "foundation order ops nn parallel guards sampling comparing",

@@ -10,7 +10,7 @@ from functools import lru_cache
 from isobit.profiling.reading.trace import Event, Trace, is_communication
 from isobit.profiling.records import Account
 from isobit.profiling.steps import Step
-from isobit.profiling.timeline import Interval, Timeline, covered, union
+from isobit.profiling.timeline import UNRECORDED, Interval, Timeline, covered, union
 
 COMPUTE = "compute"
 EARLIER = "work from before the trace"
@@ -26,6 +26,11 @@ OPTIMIZER = "idle: host in the optimizer"
 PYTHON = "idle: host in Python"
 QUEUED = "idle: launched, not started"
 OVERHEAD = "idle: the profiler's own work"
+
+CAUSES = (
+    COMPUTE, EARLIER, EXPOSED, COPIES, LOADING, WAITS, ALLOCATING, COMPILING, LAUNCHING, OPERATORS, OPTIMIZER,
+    PYTHON, QUEUED, OVERHEAD, UNRECORDED,
+)  # fmt: skip
 
 SYNC = re.compile(
     r"^(?:cuda|hip)(?:Stream|Device|Event)Synchronize|^(?:cuda|hip)Memcpy(?:WithStream)?$|^cuStreamSynchronize"
