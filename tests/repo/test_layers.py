@@ -39,8 +39,9 @@ LAYERS = {
     "auditing": "foundation order reveal ops parallel integrations simulator comparing report",
     "library": "foundation order reveal ops nn optim parallel guards integrations gates contracts auditing "
     "certifying",
+    "diagnosing": "foundation guards profiling simulator",
     "pytest_plugin": "contracts auditing",
-    "cli": "foundation order reveal ops simulator comparing profiling guards integrations gates contracts "
+    "cli": "foundation order reveal ops simulator comparing profiling guards diagnosing integrations gates contracts "
     "certifying auditing library report",
 }
 # operator -> the operator that it is built on

@@ -19,7 +19,7 @@ GROUPS = {
     "compute": ("doctor", "chain", "curve"),
     "look": ("audit", "reveal", "bits", "rollout", "twice", "profile"),
     "judge": ("certify", "check", "verify", "status", "explain", "lint", "graph", "new", "replay"),
-    "guard": ("preflight", "simulate", "autopsy", "runlog"),
+    "guard": ("preflight", "simulate", "autopsy", "runlog", "diagnose"),
 }
 ABOUT = {
     "compute": "check this machine's kernels, and a whole model or training run",
