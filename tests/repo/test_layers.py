@@ -139,7 +139,7 @@ def test_only_gates_and_commands_know_of_the_simulator():
         and "simulator" in {layer_of(name) for name in imports_of(path)}
     }
     knowing.remove(Path("guards/trial_run/ranks.py"))  # `isobit preflight --ranks`
-    assert {path.parts[0] for path in knowing} <= {"simulator", "gates", "auditing", "cli"}
+    assert {path.parts[0] for path in knowing} <= {"simulator", "gates", "auditing", "diagnosing", "cli"}
 
 
 @pytest.mark.parametrize(

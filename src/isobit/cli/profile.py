@@ -44,8 +44,9 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument(
         "--propose",
-        action="store_true",
-        help="print a budget file that these traces keep: what was measured, with a slack of 10 %%",
+        type=Path,
+        metavar="FILE",
+        help="write a budget file that these traces keep: what was measured, with a slack of 10 %%",
     )
     parser.add_argument("--junit", type=Path, metavar="FILE", help="with --contract: JUnit XML")
     parser.add_argument("--sarif", type=Path, metavar="FILE", help="with --contract: SARIF")
@@ -122,12 +123,12 @@ def judge(options: argparse.Namespace) -> int:
 
     if options.compare or options.html or (options.contract and options.propose):
         raise ArgumentError(
-            expected="--contract FILE or --propose, alone",
+            expected="--contract FILE or --propose FILE, alone",
             received="both, or one with --compare or --html",
             remedy="run isobit profile once for each",
         )
     if options.propose:
-        say(propose(read_traces(options.traces)).rstrip("\n"))
+        write_text(options.propose, propose(read_traces(options.traces)))
         return 0
     budgets = read_budgets(options.contract)
     traces = read_traces(options.traces)

@@ -265,7 +265,7 @@ def read_budgets(path: Path) -> Budgets:
         raise ArgumentError(
             expected="a budget file in YAML",
             received=f"{path}: {error}",
-            remedy="write one with isobit profile TRACE --propose",
+            remedy="write one with isobit profile TRACE --propose FILE",
         ) from error
     root = read_yaml(text, str(path))
     top = mapping(root, path, {"id": True, "title": False, "claims": True})
@@ -346,7 +346,7 @@ def refuse(path: Path, line: int, expected: str, received: str) -> NoReturn:
     raise ArgumentError(
         expected=expected,
         received=f"{path}:{line}: {received}",
-        remedy="correct the file; isobit profile TRACE --propose writes a valid one",
+        remedy="correct the file; isobit profile TRACE --propose FILE writes a valid one",
     )
 
 
