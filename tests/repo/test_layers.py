@@ -29,7 +29,7 @@ LAYERS = {
     "sampling": "foundation ops",
     "simulator": "foundation order report",
     "comparing": "foundation report simulator",
-    "profiling": "foundation report",
+    "profiling": "foundation contracts report",
     "parallel": "foundation order ops optim",
     "guards": "foundation parallel report simulator",
     "integrations": "foundation order ops nn parallel guards sampling comparing",
@@ -39,8 +39,9 @@ LAYERS = {
     "auditing": "foundation order reveal ops parallel integrations simulator comparing report",
     "library": "foundation order reveal ops nn optim parallel guards integrations gates contracts auditing "
     "certifying",
+    "diagnosing": "foundation guards profiling simulator",
     "pytest_plugin": "contracts auditing",
-    "cli": "foundation order reveal ops simulator comparing profiling guards integrations gates contracts "
+    "cli": "foundation order reveal ops simulator comparing profiling guards diagnosing integrations gates contracts "
     "certifying auditing library report",
 }
 # operator -> the operator that it is built on
@@ -139,7 +140,7 @@ def test_only_gates_and_commands_know_of_the_simulator():
     }
     knowing.remove(Path("guards/trial_run/ranks.py"))  # `isobit preflight --ranks`
     knowing.remove(Path("comparing/runs/observed_run.py"))  # `isobit compare runs --device`
-    assert {path.parts[0] for path in knowing} <= {"simulator", "gates", "auditing", "cli"}
+    assert {path.parts[0] for path in knowing} <= {"simulator", "gates", "auditing", "diagnosing", "cli"}
 
 
 @pytest.mark.parametrize(

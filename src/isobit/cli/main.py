@@ -42,6 +42,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "simulate": "run a torchrun script on simulated ranks, in many schedules",
         "autopsy": "explain a hang from the dumps of torch's flight recorder",
         "runlog": "judge a training run's log: NaN, spikes, norms, learning rates",
+        "diagnose": "find the cause of a failed run from the files that it left",
     },
 }
 # Commands that have commands of their own.

@@ -17,6 +17,7 @@ def add_parser(commands: Any) -> None:
         "step: compute, exposed communication, copies, and idle time with its reason. The parts add up to the step. "
         "Reads Chrome JSON, also gzipped, tar archives and folders, of CUDA, ROCm and CPU; needs no GPU. "
         "Two runs are compared brick by brick: the differences add up to that of the step. "
+        "With --contract, budgets of bricks are judged, and --propose writes them from a good run. "
         "Exit 0: nothing found, or compared; 1: findings; 2: could not read.",
         epilog="example: isobit profile trace_rank0.json trace_rank1.json --html profile.html",
     )
@@ -33,6 +34,21 @@ def add_parser(commands: Any) -> None:
         help="compare two runs brick by brick; this is the default for two traces, or two folders, that are not "
         "different ranks of one run",
     )
+    parser.add_argument(
+        "--contract",
+        type=Path,
+        metavar="FILE",
+        help="judge the budgets in this file instead: exit 0 if all are kept, 1 if one is broken, matches nothing or "
+        "could not have failed, 2 if one cannot be judged",
+    )
+    parser.add_argument(
+        "--propose",
+        type=Path,
+        metavar="FILE",
+        help="write a budget file that these traces keep: what was measured, with a slack of 10 %%",
+    )
+    parser.add_argument("--junit", type=Path, metavar="FILE", help="with --contract: JUnit XML")
+    parser.add_argument("--sarif", type=Path, metavar="FILE", help="with --contract: SARIF")
     parser.add_argument("--json", action="store_true", help="print a JSON record instead of text")
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="write the report of one run to this file"
@@ -48,6 +64,14 @@ def run(options: argparse.Namespace) -> int:
     from isobit.profiling.report import lines_of, lines_of_comparison, write_profile_page
     from isobit.profiling.trace import read_traces
 
+    if options.contract or options.propose:
+        return judge(options)
+    if options.junit or options.sarif:
+        raise ArgumentError(
+            expected="--junit and --sarif with --contract",
+            received="no --contract",
+            remedy="isobit profile trace.json --contract bricks.yaml --junit bricks.xml",
+        )
     if options.compare and len(options.traces) != 2:
         raise ArgumentError(
             expected="two traces or folders to compare",
@@ -81,3 +105,40 @@ def run(options: argparse.Namespace) -> int:
         for line in lines_of(found):
             say(line)
     return found.exit_code
+
+
+def judge(options: argparse.Namespace) -> int:
+    """Judge the budgets of a file, or print a file of budgets."""
+    from isobit.cli.progress import SELDOM, Steps
+    from isobit.cli.provenance import provenance_of
+    from isobit.cli.terminal import say, say_json
+    from isobit.foundation.files import write_text
+    from isobit.profiling.budgets import judge_budgets, propose, read_budgets
+    from isobit.profiling.report import lines_of_budgets
+    from isobit.profiling.trace import read_traces
+    from isobit.report.junit_sarif import as_junit, as_sarif
+
+    if options.compare or options.html or (options.contract and options.propose):
+        raise ArgumentError(
+            expected="--contract FILE or --propose FILE, alone",
+            received="both, or one with --compare or --html",
+            remedy="run isobit profile once for each",
+        )
+    if options.propose:
+        write_text(options.propose, propose(read_traces(options.traces)))
+        return 0
+    budgets = read_budgets(options.contract)
+    traces = read_traces(options.traces)
+    with Steps("judging budgets", len(budgets.claims), every=SELDOM) as steps:
+        found = judge_budgets(budgets, traces, lambda one: steps.done(f"{one.verdict} {one.claim}"))
+    origin = provenance_of(options, [trace.digest for trace in traces])
+    if options.junit:
+        write_text(options.junit, as_junit([found], origin))
+    if options.sarif:
+        write_text(options.sarif, as_sarif([found], origin))
+    if options.json:
+        say_json({"provenance": origin, "budgets": found})
+    else:
+        for line in lines_of_budgets(found):
+            say(line)
+    return {"kept": 0, "could-not-run": 2}.get(found.verdict, 1)

@@ -134,6 +134,11 @@ PYTHON = "idle: host in Python"
 QUEUED = "idle: launched, not started"
 OVERHEAD = "idle: the profiler's own work"
 
+CAUSES = (
+    COMPUTE, EARLIER, EXPOSED, COPIES, LOADING, WAITS, ALLOCATING, COMPILING, LAUNCHING, OPERATORS, OPTIMIZER,
+    PYTHON, QUEUED, OVERHEAD, UNRECORDED,
+)  # fmt: skip
+
 SYNC = re.compile(
     r"^(?:cuda|hip)(?:Stream|Device|Event)Synchronize|^(?:cuda|hip)Memcpy(?:WithStream)?$|^cuStreamSynchronize"
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -348,3 +349,23 @@ class Comparison:
     def per_step(self, row: Row) -> tuple[float, float]:
         """Return the nanoseconds per step of a row in both runs."""
         return row.left / self.steps[0], row.right / self.steps[1]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One claim of a budget file: a relation, what it is about, and its limits."""
+
+    id: str
+    relation: str
+    where: dict[str, str]
+    limits: dict[str, Any]
+    if_fails: str = ""
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """A budget file."""
+
+    id: str
+    path: str
+    claims: tuple[Claim, ...]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from isobit.foundation.plain_text import one_line
-from isobit.foundation.records import Provenance
+from isobit.foundation.records import ContractStatus, Provenance
 from isobit.profiling.records import (
     Account,
     Brick,
@@ -50,6 +50,27 @@ def lines_of(profile: Profile) -> Iterator[str]:
             yield f"note: rank {rank.rank}: {one_line(note)}"
     for note in profile.notes:
         yield f"note: {one_line(note)}"
+
+
+def lines_of_budgets(found: ContractStatus) -> Iterator[str]:
+    """Yield the verdict of each budget, and of all."""
+    for claim in found.claims:
+        caught = sum(one.caught for one in claim.planted)
+        line = f"{claim.verdict} {one_line(claim.claim)} ({claim.relation}): {claim.inputs:,} matched, "
+        line += f"{claim.compared:,} compared, {claim.differing:,} over"
+        if claim.planted:
+            line += f"; planted: {caught} of {len(claim.planted)} caught"
+        yield line
+        if claim.detail:
+            yield f"  {one_line(claim.detail)}"
+        if claim.verdict == "broken" and claim.if_fails:
+            yield f"  likely causes: {one_line(claim.if_fails)}"
+    kept = sum(claim.verdict == "kept" for claim in found.claims)
+    planted = [one for claim in found.claims for one in claim.planted]
+    yield (
+        f"{found.verdict}: {kept} of {many(len(found.claims), 'budget')} kept; "
+        f"planted: {sum(one.caught for one in planted)} of {len(planted)} caught"
+    )
 
 
 def lines_of_comparison(found: Comparison) -> Iterator[str]:

@@ -1,0 +1,238 @@
+"""Theorem: from what a run left, `diagnose` names the granularity, the extent and whether a check before the run finds
+the cause, for each incident; and it is silent on the right twin of each."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from isobit.cli.main import main
+from isobit.diagnosing.diagnosis import diagnose
+from isobit.diagnosing.run_folder import look_into
+from isobit.guards import sinks, watch
+from tests.profiling.synthetic import Chrome
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.inner, self.drop = nn.LayerNorm(16), nn.Linear(16, 16), nn.Dropout(0.1)
+
+    def forward(self, x):
+        return x + self.drop(torch.tanh(self.inner(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(32, 16)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(16, 32)
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def train(folder, wrong, steps=12, **options):
+    """Train a small model under `watch`; `wrong` changes it, its optimizer or its steps."""
+    torch.manual_seed(0)
+    model = Model()
+    rates = {"lr": 1e-3, "betas": (0.9, 0.95)}
+    if "rates" in wrong:
+        rates |= wrong["rates"]
+    trained = list(model.parameters())
+    if "left out" in wrong:
+        trained = [p for n, p in model.named_parameters() if not n.startswith(wrong["left out"])]
+    optimizer = torch.optim.AdamW(trained, **rates)
+    if "model" in wrong:
+        wrong["model"](model)
+    if "optimizer" in wrong:
+        wrong["optimizer"](model, optimizer)
+    sink = sinks.JsonLines(folder / "events.jsonl")
+    with watch(model, optimizer, sinks=[sink], gradients_every=1, every=1, **options) as guard:
+        for step in range(steps):
+            ids = torch.randint(32, (8, 12))
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+            if "loss" in wrong:
+                loss = wrong["loss"](loss, step)
+            guard.observe(loss)
+            loss.backward()
+            if "step" in wrong:
+                wrong["step"](model, step)
+            optimizer.step()
+
+
+def nan_in_a_block(model, step):
+    if step == 2:
+        model.blocks[2].inner.weight.grad[3] = float("nan")
+
+
+def huge_state(model, optimizer):
+    for parameter in model.blocks[1].parameters():
+        state = optimizer.state[parameter]
+        state["step"] = torch.tensor(0.0)
+        state["exp_avg"] = torch.zeros_like(parameter)
+        state["exp_avg_sq"] = torch.full_like(parameter, 1e6)
+
+
+def cut_off(model):
+    first = model.blocks[0]
+    first.inner.weight.requires_grad_(True)
+    forward = first.inner.forward
+    first.inner.forward = lambda x: forward(x.detach()).detach()
+
+
+def slow_loader(folder, is_wrong):
+    chrome = Chrome()
+    for number, at in ((1, 0), (2, 1000)):
+        chrome.step(number, at, at + 1000)
+        if is_wrong:
+            chrome.note("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", at, at + 500)
+        begin = at + 500 if is_wrong else at + 5
+        chrome.kernel("sgemm", begin, at + 995, launched=begin - 1)
+    chrome.write(folder / "trace.json")
+
+
+def stale_read(folder, is_wrong):
+    chrome = Chrome()
+    chrome.step(1, 0, 1000)
+    chrome.kernel("gradient", 10, 900, launched=5)
+    if not is_wrong:
+        chrome.call("cudaStreamSynchronize", 50, 900)
+    at = 500 if is_wrong else 910
+    chrome.copy("DtoH (Device -> Pinned)", at, at + 80, 4096, launched=at - 5, stream=9)
+    chrome.write(folder / "trace.json")
+
+
+def pageable(folder, is_wrong):
+    chrome = Chrome()
+    chrome.step(1, 0, 1000)
+    kind = "Pageable" if is_wrong else "Pinned"
+    chrome.copy(f"HtoD ({kind} -> Device)", 5, 105, 1000, launched=4)
+    chrome.kernel("sgemm", 105, 995, launched=6)
+    chrome.write(folder / "trace.json")
+
+
+def hang(folder, is_wrong):
+    from isobit.errors import DeadlockError
+    from isobit.simulator import World
+
+    def program(rank):
+        import torch.distributed as dist
+
+        if not (is_wrong and rank == 1):
+            dist.all_reduce(torch.ones(2))
+
+    try:
+        World(2, seed=1, flight_recorder=folder).run(program)
+    except DeadlockError:
+        assert is_wrong
+
+
+def configured(folder, is_wrong):
+    steps = 5000 if is_wrong else 43
+    text = f"epochs: 1\nmax_steps: {steps}\nwarmup_steps: {2000 if is_wrong else 4}\nsequences: 22079\n"
+    (folder / "train.yaml").write_text(text + "batch_size: 4\ngradient_accumulation_steps: 128\n")
+
+
+def of_training(wrong, right=None, **options):
+    return lambda folder, is_wrong: train(folder, wrong if is_wrong else right or {}, **options)
+
+
+CONFIG = {"optimizer": {"lr": 1e-3, "beta2": 0.95}}
+# incident -> (what happens, granularity, extent, when, the rule of the cause)
+INCIDENTS = {
+    "NaN at step 2 in one block": (
+        of_training({"step": nan_in_a_block}), "block", "local", "dynamic", "nonfinite-gradient"),
+    "ALB-044: gradients of 1e35, not clipped": (
+        of_training({"loss": lambda loss, step: loss * 1e30}, max_norm=100.0),
+        "loop", "global", "dynamic", "norm-above-limit"),
+    "ALB-044: beta2 of 0.999 where the file says 0.95": (
+        of_training({"rates": {"betas": (0.9, 0.999)}}, config=CONFIG),
+        "loop", "global", "static", "hyperparameter"),
+    "ALB-059: state of the optimizer that is not zero": (
+        of_training({"optimizer": huge_state}), "block", "local", "static", "state-not-zero"),
+    "GRADFLOW: a weight without gradient": (
+        of_training({"model": cut_off}), "block", "local", "static", "no-gradient"),
+    "parameters that no optimizer has": (
+        of_training({"left out": "blocks.3"}), "loop", "local", "static", "not-in-optimizer"),
+    "trained in evaluation mode": (
+        of_training({"model": lambda model: model.eval()}), "loop", "global", "static", "eval-mode"),
+    "TRAINCFG: 5,000 steps of 43": (configured, "loop", "global", "static", "config-"),
+    "ALB-065: a copy that nothing orders": (
+        stale_read, "transfer", "local", "dynamic", "unordered-copy"),
+    "C-GPUTRAIN-002: copies of pageable memory": (
+        pageable, "transfer", "global", "dynamic", "pageable-copies"),
+    "a slow data loader": (slow_loader, "loop", "global", "dynamic", "data-loader"),
+    "a hang": (hang, "rank", "local", "dynamic", "hang"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", INCIDENTS)
+def test_an_incident_and_its_right_twin(name, tmp_path):
+    happen, granularity, extent, when, rule = INCIDENTS[name]
+    wrong, right = tmp_path / "wrong", tmp_path / "right"
+    wrong.mkdir()
+    right.mkdir()
+    happen(wrong, True)
+    found = diagnosed(wrong)
+    assert found.cause is not None
+    assert found.cause.rule.startswith(rule), found.evidence
+    assert (found.granularity, found.extent, found.when) == (granularity, extent, when)
+    assert found.next.startswith("isobit ")
+    assert main(["diagnose", str(wrong)]) == 1
+    happen(right, False)
+    silent = diagnosed(right)
+    assert silent.judged, silent
+    assert silent.evidence == ()
+    assert main(["diagnose", str(right)]) == 0
+
+
+def diagnosed(folder):
+    from isobit.guards.config_file import read_config
+
+    files = look_into(folder)
+    return diagnose(files, {path: read_config(path) for path in files.configurations})
+
+
+def test_five_whys_lead_from_the_symptom_to_the_cause(tmp_path, capsys):
+    # The seed's chain: NaN, because gradients explode, because the optimizer is not the configured one.
+    def explode(loss, step):
+        return loss * (1e38 if step > 3 else 1e5)
+
+    train(
+        tmp_path,
+        {"loss": explode, "rates": {"betas": (0.9, 0.999)}},
+        max_norm=100.0,
+        config=CONFIG,
+    )
+    found = diagnosed(tmp_path)
+    rules = [one.rule for one in found.whys]
+    assert rules[-1] == "hyperparameter"
+    assert rules.index("norm-above-limit") > 0
+    assert rules[0] == "nonfinite"
+    assert main(["diagnose", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert "C-HYPERPARAMS-001" in said
+    assert said.index("symptom") < said.index("cause:")
+
+
+def test_what_cannot_be_read_is_said(tmp_path, capsys):
+    assert main(["diagnose", str(tmp_path)]) == 2
+    assert main(["diagnose", str(tmp_path / "none")]) == 2
+    (tmp_path / "notes.txt").write_text("hello")
+    assert main(["diagnose", str(tmp_path)]) == 2
+    (tmp_path / "trace.json").write_text('{"traceEvents": [{')
+    assert main(["diagnose", str(tmp_path)]) == 2
+    said = capsys.readouterr()
+    assert "not read" in said.out
+    (tmp_path / "deep.jsonl").write_text('{"kind": "finding", "name": "a"}\n' + "[" * 10_000 + "\n")
+    (tmp_path / "loop").symlink_to(tmp_path)
+    assert main(["diagnose", str(tmp_path), "--json"]) == 1
+    record = json.loads(capsys.readouterr().out)
+    assert record["diagnosis"]["cause"]["rule"] == "a"
