@@ -53,10 +53,13 @@ def find_head(model: Any) -> Head | None:
         head = Head(name, f"source of {path}")
         head.divisor(model)
         return head
+    remedy = f"enable the backbone: isobit.enable(model.{BACKBONE}), and replace the head"
+    if isinstance(linear, nn.Module):
+        remedy += (
+            f"; or, if its logits are those of {HEAD}: isobit.parts.register({kind.__name__}, isobit.parts.head())"
+        )
     raise UnsupportedError(
-        expected="a head that is known: logits of lm_head, plain, or scaled by config.logits_scaling or logit_scale",
+        expected=f"a head that is known: logits of {HEAD}, plain, or scaled by config.logits_scaling or logit_scale",
         received=f"{kind.__module__}.{kind.__name__}.forward, whose source (digest {digest}) is not known",
-        remedy=f"enable the backbone: isobit.enable(model.{BACKBONE}), and replace the head; or, where its forward is "
-        f"the mean of the next tokens' losses over logits of lm_head: isobit.parts.register({kind.__name__}, "
-        f"isobit.parts.head()); {ELSEWHERE}",
+        remedy=f"{remedy}; {ELSEWHERE}",
     )

@@ -47,13 +47,16 @@ def forward_linear(siblings: Siblings | None, module: nn.Linear, x: Tensor) -> T
         return alone(module, x)
     pending = current_layout().pending
     held = pending.get(siblings)
-    if held is None or held[0] is not x or module not in held[1]:
+    if held is None or module not in held[1]:
         outputs = share_input(x, siblings.layers, siblings.groups)
         held = pending[siblings] = x, dict(zip(siblings.layers, outputs, strict=True))
     found: Tensor = held[1].pop(module)
     if not held[1]:
         del pending[siblings]
-    return found
+    if held[0] is x:
+        return found
+    # A hook changed the input of this layer only, or of the first.
+    return share_input(x, (module,), 1)[0]
 
 
 def alone(module: nn.Linear, x: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from isobit.integrations.transformers.parts.digests import (
     NORMS,
     ROTARY_EMBEDDINGS,
 )
-from isobit.integrations.transformers.parts.heads import BACKBONE, HEAD, Head, find_head
+from isobit.integrations.transformers.parts.heads import BACKBONE, HEAD, PLAIN, Head, find_head
 from isobit.integrations.transformers.parts.norms import NormFormula
 from isobit.integrations.transformers.parts.part import Forward, Part, plain_type
 from isobit.integrations.transformers.parts.plumbing import find_computation
@@ -99,10 +99,20 @@ class Outer:
 def make_plan(model: nn.Module, outer: Outer) -> Plan:
     """Recognise every module of a model, or raise an error that names the first that is not known."""
     library()  # the version is checked before anything of it is read
-    head = find_head(model)
+    if not hasattr(model, "config"):
+        refuse(
+            "a causal language model of transformers, or one that is written like those: with a config",
+            f"{type(model).__module__}.{type(model).__name__}",
+            ELSEWHERE,
+        )
+    unknown = None
+    try:
+        head = find_head(model)
+    except UnsupportedError as error:  # raised below: first what its modules lack
+        head, unknown = PLAIN, error
     backbone = model if head is None else getattr(model, BACKBONE)
     plan = Plan(model, backbone, head)
-    check_config(getattr(model, "config", None))
+    check_config(model.config)
     for name, module in model.named_modules():
         check_wrapped(name, module)
         plan.names[module] = name
@@ -119,6 +129,8 @@ def make_plan(model: nn.Module, outer: Outer) -> Plan:
         plan.parts[module] = part
         plan.inside |= {getattr(module, child) for child in part.inside}
         plan.dropouts += [(module, key) for key in dropouts_of(module, part)]
+    if unknown is not None:
+        raise unknown
     join_siblings(plan)
     return plan
 
@@ -256,8 +268,6 @@ def find_backbone(module: nn.Module, forward: Forward) -> Part:
     digest = digest_of_class(kind)
     shipped = digest in COMPOSITES
     where = f"source of {COMPOSITES[digest]}" if shipped else "plumbing only"
-    if not hasattr(module, "config") or next(module.children(), None) is None:
-        refuse_unknown("the model", module, "it has no config, or no modules")
     if not shipped:
         computation = find_computation(function_of(kind), kind, backbone=True)
         if computation is not None:
