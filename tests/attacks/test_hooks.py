@@ -15,7 +15,9 @@ from isobit.gates.model.models import build_model
 IDS = torch.arange(24).reshape(2, 12) % 128
 FIRST = "model.layers.0"
 O, DOWN = f"{FIRST}.self_attn.o_proj", f"{FIRST}.mlp.down_proj"
-SHARED = [f"{FIRST}.self_attn.{c}_proj" for c in "qkv"] + [f"{FIRST}.mlp.{c}_proj" for c in ("gate", "up")]
+SHARED = [f"{FIRST}.self_attn.{c}_proj" for c in "qkv"] + [
+    f"{FIRST}.mlp.{c}_proj" for c in ("gate", "up")
+]
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +67,9 @@ def test_a_hook_before_a_linear_that_shares_its_input_changes_its_own_input_only
     model(IDS)
     for other, output in seen.items():
         wanted = plain[other] * 2.0 if other == path else plain[other]
-        assert bits.equal(output, wanted), other  # there is no bias: twice the input is twice the sum
+        assert bits.equal(output, wanted), (
+            other
+        )  # there is no bias: twice the input is twice the sum
     for hook in hooks:
         hook.remove()
 
@@ -79,9 +83,7 @@ def test_gradients_are_those_of_stock_with_a_backward_hook_on_a_shared_linear(mo
     model.get_submodule(path).register_full_backward_hook(lambda *_: seen.append(path))
     model(IDS, labels=IDS).loss.backward()
     assert seen == [path]
-    for (name, mine), theirs in zip(
-        model.named_parameters(), stock.parameters(), strict=True
-    ):
+    for (name, mine), theirs in zip(model.named_parameters(), stock.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad, atol=1e-5, rtol=1e-4, msg=name)
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from isobit.errors import UnsupportedError
 from isobit.integrations.transformers.layout import current_layout
+from isobit.integrations.transformers.parts.part import plain_type
+from isobit.integrations.transformers.parts.registry import find_registered
 from isobit.nn.linear import read_weight
 from isobit.ops.linear.group import linear_group
 from isobit.ops.linear.op import linear_with_packed
@@ -38,7 +40,17 @@ class Siblings:
 
 def base_linear(module: Any) -> nn.Linear | None:
     """Return the linear layer that a child computes with the composite's own input, or None if it is none."""
-    return module if type(module) is nn.Linear else None
+    if isinstance(module, nn.Module) and plain_type(module) is nn.Linear:
+        return cast(nn.Linear, module)
+    if isinstance(module, nn.Linear) and is_registered(module):
+        return module
+    return None
+
+
+def is_registered(module: nn.Module) -> bool:
+    """Return whether the user registered a module's class as a linear layer."""
+    formula = find_registered(plain_type(module))
+    return formula is not None and formula.name == "linear"
 
 
 def forward_linear(siblings: Siblings | None, module: nn.Linear, x: Tensor) -> Tensor:

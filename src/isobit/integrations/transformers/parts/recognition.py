@@ -62,7 +62,9 @@ class Plan:
     head: Head | None
     names: dict[nn.Module, str] = field(default_factory=dict)
     parts: dict[nn.Module, Part] = field(default_factory=dict)
-    inside: set[nn.Module] = field(default_factory=set)  # computed by another part, and never called
+    inside: set[nn.Module] = field(
+        default_factory=set
+    )  # computed by another part, and never called
     dropouts: list[tuple[nn.Module, str]] = field(default_factory=list)
 
     @property
@@ -120,7 +122,8 @@ def make_plan(model: nn.Module, outer: Outer) -> Plan:
             part = find_backbone(module, outer.backbone)
         elif module is model:
             assert head is not None
-            part = Part("head", outer.causal, (), f"{head.kind}: {head.found}")
+            where = f"{head.kind}: {head.found}"
+            part = Part("head", outer.causal, (), where, head.shipped)
         elif head is not None and name == HEAD:
             check_logits(module)
             part = Part("logits", outer.logits, (), "torch.nn.Linear")
@@ -154,7 +157,7 @@ def find_part(name: str, module: nn.Module) -> Part:
     kind = plain_type(module)
     registered = find_registered(kind)
     if registered is not None:
-        return registered.part_for(name, module)  # type: ignore[no-any-return]
+        return registered.part_for(name, module)
     found = find_torch_class(name, module) or find_activation(module)
     if found is not None:
         return found
@@ -167,7 +170,9 @@ def find_part(name: str, module: nn.Module) -> Part:
     formula = probe_norm(module)
     if formula is not None:
         return Part("norm", norms.forward_norm, (formula,), f"probed: {formula}", shipped=False)
-    refuse_unknown(name, module, f"its forward (digest {digest}) is none that was read, and no norm")
+    refuse_unknown(
+        name, module, f"its forward (digest {digest}) is none that was read, and no norm"
+    )
     raise AssertionError
 
 
@@ -271,7 +276,9 @@ def find_backbone(module: nn.Module, forward: Forward) -> Part:
     if not shipped:
         computation = find_computation(function_of(kind), kind, backbone=True)
         if computation is not None:
-            refuse_unknown("the model", module, f"it computes more than its children: {computation}")
+            refuse_unknown(
+                "the model", module, f"it computes more than its children: {computation}"
+            )
     return Part("backbone", forward, (), where, shipped)
 
 
@@ -314,6 +321,6 @@ def refuse_unknown(name: str, module: nn.Module, why: str) -> None:
     raise UnsupportedError(
         expected=f"modules that are known parts ({KNOWN}), or that only call such modules",
         received=f"{name or 'the model'} of type {kind.__module__}.{kind.__name__}: {why}",
-        remedy=f"register the class: isobit.parts.register({kind.__name__}, …), as docs/how-to/own-model.md shows; load "
-        f"the model without quantisation and wrappers; if it was replaced later: {AGAIN}; for other modules: {ELSEWHERE}",
+        remedy=f"register the class: isobit.parts.register({kind.__name__}, …), as docs/how-to/own-model.md shows; "
+        f"load the model without quantisation and wrappers; if it was replaced later: {AGAIN}; {ELSEWHERE}",
     )
