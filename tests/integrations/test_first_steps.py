@@ -64,7 +64,7 @@ def test_unknown_parts_are_named_as_such():
     for name, other in others.items():
         with pytest.raises(UnsupportedError, match=rf"(?s)received: \S.*{name}") as refused:
             isobit.enable(other)
-        assert "wrapper" not in str(refused.value)
+        assert "a wrapper" not in str(refused.value)
 
 
 def test_wrappers_are_named_as_such():

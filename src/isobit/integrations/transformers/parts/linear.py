@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -58,17 +58,25 @@ def forward_linear(siblings: Siblings | None, module: nn.Linear, x: Tensor) -> T
     if siblings is None:
         return alone(module, x)
     pending = current_layout().pending
-    held = pending.get(siblings)
-    if held is None or module not in held[1]:
-        outputs = share_input(x, siblings.layers, siblings.groups)
-        held = pending[siblings] = x, dict(zip(siblings.layers, outputs, strict=True))
-    found: Tensor = held[1].pop(module)
-    if not held[1]:
+    held: Round | None = pending.get(siblings)
+    if held is None or module not in held.left:
+        held = pending[siblings] = Round([], list(siblings.layers))
+    outputs = next((made for of, made in held.made if of is x), None)
+    if outputs is None:  # also where a hook changed the input of this layer, or of an earlier one
+        made = share_input(x, tuple(held.left), siblings.groups)
+        outputs = dict(zip(held.left, made, strict=True))
+        held.made.append((x, outputs))
+    held.left.remove(module)
+    if not held.left:
         del pending[siblings]
-    if held[0] is x:
-        return found
-    # A hook changed the input of this layer only, or of the first.
-    return share_input(x, (module,), 1)[0]
+    return outputs[module]
+
+
+class Round(NamedTuple):
+    """One call of each of several siblings: outputs by input, and the layers that were not called yet."""
+
+    made: list[tuple[Tensor, dict[nn.Linear, Tensor]]]
+    left: list[nn.Linear]
 
 
 def alone(module: nn.Linear, x: Tensor) -> Tensor:
