@@ -16,6 +16,7 @@ from isobit.errors import UnsupportedError
 from isobit.integrations.transformers.package import library
 from isobit.integrations.transformers.parts import (
     activations,
+    attention,
     composites,
     embedding,
     gated_mlp,
@@ -262,10 +263,23 @@ def find_composite(name: str, module: nn.Module, digest: str) -> Part:
         where += f"; {call} by {found.style}, {found.found}"
         shipped = shipped and found.shipped
     if "ALL_ATTENTION_FUNCTIONS" in function.__code__.co_names:
+        check_keywords(name, module, function)
         return Part("attention", composites.forward_composite, (), where, shipped)
     if function.__code__.co_flags & inspect.CO_VARKEYWORDS:  # its keywords take the layout through
         return Part("layer", composites.forward_layer, (), where, shipped)
     return Part("composite", composites.forward_composite, (), where, shipped)
+
+
+def check_keywords(name: str, module: nn.Module, function: Any) -> None:
+    """Raise if a composite passes its attention function something that changes attention and is not computed."""
+    for node in ast.walk(tree_of(function)):
+        for word in node.keywords if isinstance(node, ast.Call) else ():
+            if word.arg in attention.OTHERS and isinstance(word.value, ast.Attribute):
+                value: Any = module
+                for key in ast.unparse(word.value).split(".")[1:]:
+                    value = getattr(value, key, None)
+                if value is not None:
+                    attention.refuse_keyword(word.arg, f"{name} of type {type(module).__name__}")
 
 
 def find_backbone(module: nn.Module, forward: Forward) -> Part:
