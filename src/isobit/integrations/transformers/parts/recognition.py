@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import inspect
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -84,7 +85,7 @@ class Plan:
         """The classes whose forwards decide what was recognised."""
         return list(dict.fromkeys(plain_type(module) for module in self.parts))
 
-    @property
+    @cached_property
     def configs(self) -> list[Any]:
         """The configs by which composites choose their attention function, each once."""
         found = {id(m.config): m.config for m in self.parts if hasattr(m, "config")}
@@ -264,6 +265,7 @@ def find_composite(name: str, module: nn.Module, digest: str) -> Part:
         shipped = shipped and found.shipped
     if "ALL_ATTENTION_FUNCTIONS" in function.__code__.co_names:
         check_keywords(name, module, function)
+        check_head_norms(name, module)
         return Part("attention", composites.forward_composite, (), where, shipped)
     if function.__code__.co_flags & inspect.CO_VARKEYWORDS:  # its keywords take the layout through
         return Part("layer", composites.forward_layer, (), where, shipped)
@@ -280,6 +282,15 @@ def check_keywords(name: str, module: nn.Module, function: Any) -> None:
                     value = getattr(value, key, None)
                 if value is not None:
                     attention.refuse_keyword(word.arg, f"{name} of type {type(module).__name__}")
+
+
+def check_head_norms(name: str, module: Any) -> None:
+    """Raise for LayerNorm of heads, whose weight's gradient would be a sum over heads too."""
+    for child, inner in module.named_children():
+        if plain_type(inner) is nn.LayerNorm and inner.normalized_shape[-1] == getattr(
+            module, "head_dim", None
+        ):
+            norms.refuse_layer_norm_of_heads(f"{name}.{child}, with a weight of {module.head_dim}")
 
 
 def find_backbone(module: nn.Module, forward: Forward) -> Part:

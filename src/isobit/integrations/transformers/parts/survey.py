@@ -93,6 +93,9 @@ def build(one: str, name: str) -> Any:
     config = make()
     counts = [key for key in COUNTS if isinstance(getattr(config, key, None), int)]
     few = {key: min(getattr(config, key), LAYERS) for key in counts}
+    heads = getattr(config, "num_attention_heads", None)
+    if heads and getattr(config, "head_dim", 1) is None:
+        few["head_dim"] = config.hidden_size // heads
     try:
         config = make(**few)
     except Exception:  # a config whose options depend on the number of layers
