@@ -2,6 +2,7 @@
 
 import json
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from runpy import run_path
 
@@ -10,10 +11,13 @@ import torch
 
 from isobit.cli import main
 from isobit.cli.gate import model
-from isobit.integrations.transformers import modules
+from isobit.integrations.transformers import enabling
+from isobit.integrations.transformers.parts import rotary
 from isobit.library.on_gpu.devices import Device
 
 CHAIN = ["gate", "model", "--device", "sm_90", "-q", "--json"]
+# Without strict mode: a planted part computes with stock operators.
+enabled_unwatched = partial(enabling.enabled, strict=False)
 STAND_IN = Path(__file__).parents[1] / "gpu" / "stand_in_card.py"
 
 
@@ -62,35 +66,16 @@ def test_a_card_runs_every_layout(monkeypatch, capsys):
 def test_a_model_that_depends_on_its_layout_is_broken_on_a_card_too(monkeypatch, capsys):
     """Positions of padding enter the angles."""
     monkeypatch.setattr(model, "backend_of", lambda *_: nullcontext())
-    forward = modules.forward_rotary
+    forward = rotary.forward_rotary
 
     def shifted(module, x, position_ids):
         cos, sin = forward(module, x, position_ids)
         return cos * (1 + x.shape[1] * 2.0**-20), sin
 
-    monkeypatch.setattr(modules, "forward_rotary", shifted)
-    monkeypatch.setattr("isobit.integrations.transformers.enabling.enabled", enabled_with(shifted))
+    monkeypatch.setattr(rotary, "forward_rotary", shifted)
+    monkeypatch.setattr(enabling, "enabled", enabled_unwatched)
     assert main.main(CHAIN) == 1
     assert not json.loads(capsys.readouterr().out)["kept"]
-
-
-def enabled_with(shifted):
-    """Return `enabled` with another rotary embedding."""
-    from contextlib import contextmanager
-
-    from isobit.integrations.transformers import enabling
-
-    original = enabling.enabled
-
-    @contextmanager
-    def enabled(model):
-        with original(model, strict=False):
-            model.model.rotary_emb.__dict__["forward"] = enabling.bind(
-                model.model.rotary_emb, shifted
-            )
-            yield model
-
-    return enabled
 
 
 @pytest.mark.full

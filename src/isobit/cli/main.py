@@ -25,6 +25,7 @@ KEPT, BROKEN, COULD_NOT_RUN = 0, 1, 2
 GROUPS: dict[str, dict[str, str]] = {
     "find what differs, and where it comes from": {
         "doctor": "show this machine's engines, and attest its kernels",
+        "families": "list the model types that isobit.enable takes, and what others lack",
         "audit": "name the operators that make a model depend on the batch",
         "reveal": "show the order in which a kernel adds, per configuration",
         "compare": "compare checkpoints, dumps, runs, rollouts or a server's answers",
