@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from isobit.errors import UnsupportedError
+from isobit.integrations.transformers.package import library
 from isobit.ops.arguments import refuse_distributed
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
