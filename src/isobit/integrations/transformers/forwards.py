@@ -211,15 +211,15 @@ def refuse_packed_cache(past_key_values: Any, use_cache: bool | None) -> bool:
     return False
 
 
-def refuse_other_loss(module: Any) -> None:
-    """Raise if the model's loss is not the mean of -log p of the next tokens, which is what labels are scored by."""
+def refuse_other_loss(module: Any, stock: str = "ForCausalLMLoss") -> None:
+    """Raise if the model's loss is not the one of transformers that isobit computes, where labels are passed."""
     found = module.loss_function
-    if found is not library("loss.loss_utils").ForCausalLMLoss:
+    if found is not getattr(library("loss.loss_utils"), stock):
         refuse(
-            "the loss of a causal language model, where labels are passed: isobit computes it without logits",
+            f"the loss {stock} of transformers, where labels are passed: isobit computes it itself",
             f"model.loss_function = {getattr(found, '__qualname__', type(found).__name__)}",
             "call your function with the logits of model(input_ids) without labels, or put the stock loss back: "
-            "model.loss_function = transformers.loss.loss_utils.ForCausalLMLoss",
+            f"model.loss_function = transformers.loss.loss_utils.{stock}",
         )
 
 
