@@ -60,20 +60,8 @@ class Logits(torch.autograd.Function):
         )
 
 
-def logits_of(
-    hidden: Tensor, head: nn.Linear, samples: Samples | None, temperature: float = 1.0
-) -> Tensor:
-    """Return logits [..., V] divided by the temperature, in fp32.
-
-    Their `isobit.log_softmax` equals `isobit.linear_logprob` of that temperature bit for bit: both multiply by its
-    reciprocal. A temperature of a power of two is exact, so that a second division rounds as one by the product.
-    """
-    logits = plain_logits_of(hidden, head, samples)
-    return logits if temperature == 1.0 else logits * inverse(temperature, logits.dtype)
-
-
-def plain_logits_of(hidden: Tensor, head: nn.Linear, samples: Samples | None) -> Tensor:
-    """Return logits [..., V] in fp32."""
+def logits_of(hidden: Tensor, head: nn.Linear, samples: Samples | None) -> Tensor:
+    """Return logits [..., V] in fp32. Their `isobit.log_softmax` equals `isobit.linear_logprob` bit for bit."""
     tp_group, read = tp_group_of(head), read_weight(head)
     hidden, weight = cast_for_autocast(hidden, read.weight)
     if tp_group is not None:
@@ -106,9 +94,12 @@ def loss_of(
     layout: Layout,
     labels: Tensor | None,
     inputs: dict[str, Any],
-    temperature: float = 1.0,
+    divisor: float = 1.0,
 ) -> Tensor:
-    """Return the mean of −log p of the labels, or their sum divided by `num_items_in_batch`."""
+    """Return the mean of −log p of the labels, or their sum divided by `num_items_in_batch`.
+
+    Logits are divided by `divisor`.
+    """
     ignored, targets = inputs.get("ignore_index", IGNORED), inputs.get("shift_labels")
     if targets is None:
         assert labels is not None
@@ -119,7 +110,7 @@ def loss_of(
         "ignore_index": ignored,
         "num_items": None if count is None else int(count),
         "samples": layout.samples,
-        "temperature": temperature,
+        "temperature": divisor,
     }
     tp_group, read = tp_group_of(head), read_weight(head)
     hidden, weight = cast_for_autocast(hidden, read.weight)
