@@ -24,6 +24,7 @@ SIZES = {
     "head_dim": 16,
     "pad_token_id": 0,
     "attention_bias": True,
+    "sliding_window": 16,
 }
 LENGTHS = (23, 7, 40, 11)
 PAD = 0
@@ -128,7 +129,7 @@ def test_a_loss_and_its_gradients_are_equal_in_every_layout(what, dtype):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=max(room, 1e-7))
 
 
-@pytest.mark.parametrize("family", ["Qwen3", "Qwen2", "Llama"])
+@pytest.mark.parametrize("family", ["Qwen3", "Qwen2", "Llama", "Mistral", "Olmo2", "Phi3", "Gemma"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_reward_is_equal_alone_padded_and_packed(dtype, family):
     model, samples = build("SequenceClassification", dtype, family, num_labels=1), texts()

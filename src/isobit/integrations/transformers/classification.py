@@ -21,9 +21,9 @@ from isobit.integrations.transformers.forwards import (
     refuse_other_loss,
     run_checked,
 )
-from isobit.integrations.transformers.layout import Layout, in_force, of_global_batch
-from isobit.integrations.transformers.modules import LAYOUT
+from isobit.integrations.transformers.layout import LAYOUT, Layout, in_force, of_global_batch
 from isobit.integrations.transformers.package import library
+from isobit.integrations.transformers.parts.heads import BACKBONE
 from isobit.integrations.transformers.state import require_state
 from isobit.ops.exact_sum.op import exact_sum
 from isobit.ops.log_softmax.op import log_softmax
@@ -61,7 +61,7 @@ def forward_sequence_classification(
     problem = None if labels is None else problem_of(module, labels)
 
     def run() -> Any:
-        found = backbone_of(module)(
+        found = getattr(module, BACKBONE)(
             input_ids=input_ids,
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
@@ -110,7 +110,7 @@ def forward_token_classification(
         check_labels_of_padding(labels, layout)
 
     def run() -> Any:
-        found = backbone_of(module)(
+        found = getattr(module, BACKBONE)(
             input_ids=input_ids,
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
@@ -132,12 +132,6 @@ def forward_token_classification(
     output = run_checked(require_state(module), module, kind, run)
     wanted = module.config.return_dict if return_dict is None else return_dict
     return output if wanted else output.to_tuple()
-
-
-def backbone_of(module: Any) -> nn.Module:
-    """Return the model below the head."""
-    backbone: nn.Module = getattr(module, module.base_model_prefix)
-    return backbone
 
 
 # ---- which token ----------------------------------------------------------------------------------------------

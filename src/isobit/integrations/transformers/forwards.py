@@ -18,7 +18,7 @@ from isobit.integrations.transformers.package import library
 from isobit.integrations.transformers.parts.attention import check_registered
 from isobit.integrations.transformers.parts.caches import keep_every_key
 from isobit.integrations.transformers.parts.heads import Head
-from isobit.integrations.transformers.parts.recognition import Outer, check_dropouts
+from isobit.integrations.transformers.parts.recognition import check_dropouts
 from isobit.integrations.transformers.refusals import refuse, refuse_flushing
 from isobit.integrations.transformers.state import State, find_owner, find_state, require_state
 from isobit.ops.logprob.portable import inverse
@@ -150,9 +150,6 @@ def forward_causal(
 def forward_logits(module: nn.Linear, hidden: Tensor, samples: Samples | None = None) -> Tensor:
     """Compute the language-model head in fp32."""
     return logits_of(hidden, module, samples)
-
-
-OUTER = Outer(forward_causal, forward_base, forward_logits)
 
 
 def require_head(state: State) -> Head:

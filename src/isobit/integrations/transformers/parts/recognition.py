@@ -94,6 +94,7 @@ class Outer:
     causal: Forward
     backbone: Forward
     logits: Forward
+    scoring: dict[str, Forward]  # by the kind of a head that is no language model's
 
 
 def make_plan(model: nn.Module, outer: Outer) -> Plan:
@@ -110,8 +111,9 @@ def make_plan(model: nn.Module, outer: Outer) -> Plan:
             part = find_backbone(module, outer.backbone)
         elif module is model:
             assert head is not None
-            part = Part("head", outer.causal, (), f"{head.kind}: {head.found}")
-        elif head is not None and name == HEAD:
+            forward = outer.scoring.get(head.kind, outer.causal)
+            part = Part("head", forward, (), f"{head.kind}: {head.found}")
+        elif head is not None and head.is_language_model and name == HEAD:
             check_logits(module)
             part = Part("logits", outer.logits, (), "torch.nn.Linear")
         else:
