@@ -245,7 +245,9 @@ def test_without_a_padding_token_only_one_row_can_be_scored():
     assert model(**packed(samples)).logits.shape == (4, 1)
     with pytest.raises(ArgumentError, match="None, and a batch of 4"):
         model(**batch_of(samples, "left"))
-    with pytest.raises(ArgumentError, match=r"padding behind a sample, and no config\.pad_token_id"):
+    with pytest.raises(
+        ArgumentError, match=r"padding behind a sample, and no config\.pad_token_id"
+    ):
         model(**batch_of(samples[:1], "right"))
 
 

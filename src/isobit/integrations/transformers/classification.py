@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from isobit.errors import ArgumentError
 from isobit.integrations.transformers.forwards import (
