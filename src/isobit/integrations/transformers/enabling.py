@@ -19,7 +19,6 @@ from isobit.integrations.transformers.forwards import forward_base, forward_caus
 from isobit.integrations.transformers.parts.attention import ATTENTION, register_attention
 from isobit.integrations.transformers.parts.heads import SAMPLES, TOKENS
 from isobit.integrations.transformers.parts.meaning import compare_with_stock, score_tokens
-from isobit.integrations.transformers.parts.part import bind
 from isobit.integrations.transformers.parts.recognition import Outer, make_plan
 from isobit.integrations.transformers.parts.rotary import ANGLES
 from isobit.integrations.transformers.refusals import check_tree, refuse_wrapper

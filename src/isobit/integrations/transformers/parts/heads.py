@@ -10,6 +10,7 @@ from torch import nn
 from isobit.errors import UnsupportedError
 from isobit.integrations.transformers.parts.digests import HEADS, SCORING_HEADS
 from isobit.integrations.transformers.parts.part import plain_type
+from isobit.integrations.transformers.parts.registry import find_registered
 from isobit.integrations.transformers.parts.source import digest_of_class
 from isobit.integrations.transformers.refusals import ELSEWHERE, refuse
 
@@ -24,6 +25,7 @@ class Head:
 
     kind: str  # plain, divided, multiplied or capped; or SAMPLES or TOKENS
     found: str  # where its source was read
+    shipped: bool = True  # see part.Part
 
     @property
     def is_language_model(self) -> bool:
@@ -54,6 +56,9 @@ def find_head(model: Any) -> Head | None:
     if not isinstance(backbone, nn.Module):
         return None
     kind = plain_type(model)
+    registered = find_registered(kind)
+    if registered is not None and registered.name == "head":
+        return Head(registered.kind, "registered", shipped=False)  # type: ignore[attr-defined]
     digest = digest_of_class(kind)
     if digest in SCORING_HEADS and isinstance(getattr(model, SCORE, None), nn.Module):
         path, what = SCORING_HEADS[digest]
@@ -63,10 +68,11 @@ def find_head(model: Any) -> Head | None:
         head = Head(name, f"source of {path}")
         head.divisor(model)
         return head
+    remedy = f"enable the backbone: isobit.enable(model.{BACKBONE}), and replace the head"
+    if isinstance(linear, nn.Module):
+        remedy += f"; or, if its logits are those of {HEAD}: isobit.parts.register({kind.__name__}, isobit.parts.head())"
     raise UnsupportedError(
-        expected="a head that is known: logits of lm_head, plain, or scaled by config.logits_scaling or logit_scale",
+        expected=f"a head that is known: logits of {HEAD}, plain, or scaled by config.logits_scaling or logit_scale",
         received=f"{kind.__module__}.{kind.__name__}.forward, whose source (digest {digest}) is not known",
-        remedy=f"enable the backbone: isobit.enable(model.{BACKBONE}), and replace the head; or, where its forward is "
-        f"the mean of the next tokens' losses over logits of lm_head: isobit.parts.register({kind.__name__}, "
-        f"isobit.parts.head()); {ELSEWHERE}",
+        remedy=f"{remedy}; {ELSEWHERE}",
     )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from isobit.errors import UnsupportedError
 from isobit.integrations.transformers.layout import current_layout
+from isobit.integrations.transformers.parts.part import plain_type
+from isobit.integrations.transformers.parts.registry import find_registered
 from isobit.nn.linear import read_weight
 from isobit.ops.linear.group import linear_group
 from isobit.ops.linear.op import linear_with_packed
@@ -38,7 +40,17 @@ class Siblings:
 
 def base_linear(module: Any) -> nn.Linear | None:
     """Return the linear layer that a child computes with the composite's own input, or None if it is none."""
-    return module if type(module) is nn.Linear else None
+    if isinstance(module, nn.Module) and plain_type(module) is nn.Linear:
+        return cast(nn.Linear, module)
+    if isinstance(module, nn.Linear) and is_registered(module):
+        return module
+    return None
+
+
+def is_registered(module: nn.Module) -> bool:
+    """Return whether the user registered a module's class as a linear layer."""
+    formula = find_registered(plain_type(module))
+    return formula is not None and formula.name == "linear"
 
 
 def forward_linear(siblings: Siblings | None, module: nn.Linear, x: Tensor) -> Tensor:
@@ -46,14 +58,25 @@ def forward_linear(siblings: Siblings | None, module: nn.Linear, x: Tensor) -> T
     if siblings is None:
         return alone(module, x)
     pending = current_layout().pending
-    held = pending.get(siblings)
-    if held is None or held[0] is not x or module not in held[1]:
-        outputs = share_input(x, siblings.layers, siblings.groups)
-        held = pending[siblings] = x, dict(zip(siblings.layers, outputs, strict=True))
-    found: Tensor = held[1].pop(module)
-    if not held[1]:
+    held: Round | None = pending.get(siblings)
+    if held is None or module not in held.left:
+        held = pending[siblings] = Round([], list(siblings.layers))
+    outputs = next((made for of, made in held.made if of is x), None)
+    if outputs is None:  # also where a hook changed the input of this layer, or of an earlier one
+        made = share_input(x, tuple(held.left), siblings.groups)
+        outputs = dict(zip(held.left, made, strict=True))
+        held.made.append((x, outputs))
+    held.left.remove(module)
+    if not held.left:
         del pending[siblings]
-    return found
+    return outputs[module]
+
+
+class Round(NamedTuple):
+    """One call of each of several siblings: outputs by input, and the layers that were not called yet."""
+
+    made: list[tuple[Tensor, dict[nn.Linear, Tensor]]]
+    left: list[nn.Linear]
 
 
 def alone(module: nn.Linear, x: Tensor) -> Tensor:

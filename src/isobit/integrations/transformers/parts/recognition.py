@@ -30,7 +30,7 @@ from isobit.integrations.transformers.parts.digests import (
     NORMS,
     ROTARY_EMBEDDINGS,
 )
-from isobit.integrations.transformers.parts.heads import BACKBONE, HEAD, Head, find_head
+from isobit.integrations.transformers.parts.heads import BACKBONE, HEAD, PLAIN, Head, find_head
 from isobit.integrations.transformers.parts.norms import NormFormula
 from isobit.integrations.transformers.parts.part import Forward, Part, plain_type
 from isobit.integrations.transformers.parts.plumbing import find_computation
@@ -62,7 +62,9 @@ class Plan:
     head: Head | None
     names: dict[nn.Module, str] = field(default_factory=dict)
     parts: dict[nn.Module, Part] = field(default_factory=dict)
-    inside: set[nn.Module] = field(default_factory=set)  # computed by another part, and never called
+    inside: set[nn.Module] = field(
+        default_factory=set
+    )  # computed by another part, and never called
     dropouts: list[tuple[nn.Module, str]] = field(default_factory=list)
 
     @property
@@ -100,10 +102,20 @@ class Outer:
 def make_plan(model: nn.Module, outer: Outer) -> Plan:
     """Recognise every module of a model, or raise an error that names the first that is not known."""
     library()  # the version is checked before anything of it is read
-    head = find_head(model)
+    if not hasattr(model, "config"):
+        refuse(
+            "a causal language model of transformers, or one that is written like those: with a config",
+            f"{type(model).__module__}.{type(model).__name__}",
+            ELSEWHERE,
+        )
+    unknown = None
+    try:
+        head = find_head(model)
+    except UnsupportedError as error:  # raised below: first what its modules lack
+        head, unknown = PLAIN, error
     backbone = model if head is None else getattr(model, BACKBONE)
     plan = Plan(model, backbone, head)
-    check_config(getattr(model, "config", None))
+    check_config(model.config)
     for name, module in model.named_modules():
         check_wrapped(name, module)
         plan.names[module] = name
@@ -112,7 +124,8 @@ def make_plan(model: nn.Module, outer: Outer) -> Plan:
         elif module is model:
             assert head is not None
             forward = outer.scoring.get(head.kind, outer.causal)
-            part = Part("head", forward, (), f"{head.kind}: {head.found}")
+            where = f"{head.kind}: {head.found}"
+            part = Part("head", forward, (), where, head.shipped)
         elif head is not None and head.is_language_model and name == HEAD:
             check_logits(module)
             part = Part("logits", outer.logits, (), "torch.nn.Linear")
@@ -121,6 +134,8 @@ def make_plan(model: nn.Module, outer: Outer) -> Plan:
         plan.parts[module] = part
         plan.inside |= {getattr(module, child) for child in part.inside}
         plan.dropouts += [(module, key) for key in dropouts_of(module, part)]
+    if unknown is not None:
+        raise unknown
     join_siblings(plan)
     return plan
 
@@ -144,7 +159,7 @@ def find_part(name: str, module: nn.Module) -> Part:
     kind = plain_type(module)
     registered = find_registered(kind)
     if registered is not None:
-        return registered.part_for(name, module)  # type: ignore[no-any-return]
+        return registered.part_for(name, module)
     found = find_torch_class(name, module) or find_activation(module)
     if found is not None:
         return found
@@ -157,7 +172,9 @@ def find_part(name: str, module: nn.Module) -> Part:
     formula = probe_norm(module)
     if formula is not None:
         return Part("norm", norms.forward_norm, (formula,), f"probed: {formula}", shipped=False)
-    refuse_unknown(name, module, f"its forward (digest {digest}) is none that was read, and no norm")
+    refuse_unknown(
+        name, module, f"its forward (digest {digest}) is none that was read, and no norm"
+    )
     raise AssertionError
 
 
@@ -258,12 +275,12 @@ def find_backbone(module: nn.Module, forward: Forward) -> Part:
     digest = digest_of_class(kind)
     shipped = digest in COMPOSITES
     where = f"source of {COMPOSITES[digest]}" if shipped else "plumbing only"
-    if not hasattr(module, "config") or next(module.children(), None) is None:
-        refuse_unknown("the model", module, "it has no config, or no modules")
     if not shipped:
         computation = find_computation(function_of(kind), kind, backbone=True)
         if computation is not None:
-            refuse_unknown("the model", module, f"it computes more than its children: {computation}")
+            refuse_unknown(
+                "the model", module, f"it computes more than its children: {computation}"
+            )
     return Part("backbone", forward, (), where, shipped)
 
 
@@ -306,6 +323,6 @@ def refuse_unknown(name: str, module: nn.Module, why: str) -> None:
     raise UnsupportedError(
         expected=f"modules that are known parts ({KNOWN}), or that only call such modules",
         received=f"{name or 'the model'} of type {kind.__module__}.{kind.__name__}: {why}",
-        remedy=f"register the class: isobit.parts.register({kind.__name__}, …), as docs/how-to/own-model.md shows; load "
-        f"the model without quantisation and wrappers; if it was replaced later: {AGAIN}; for other modules: {ELSEWHERE}",
+        remedy=f"register the class: isobit.parts.register({kind.__name__}, …), as docs/how-to/own-model.md shows; "
+        f"load the model without quantisation and wrappers; if it was replaced later: {AGAIN}; {ELSEWHERE}",
     )
