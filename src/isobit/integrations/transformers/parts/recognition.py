@@ -6,6 +6,7 @@ See [Note: parts] in this package.
 from __future__ import annotations
 
 import ast
+import inspect
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -262,16 +263,19 @@ def find_composite(name: str, module: nn.Module, digest: str) -> Part:
     for call, found in rotations.items():
         where += f"; {call} by {found.style}, {found.found}"
         shipped = shipped and found.shipped
-    if isinstance(module, library("modeling_layers").GradientCheckpointingLayer):
+    if "ALL_ATTENTION_FUNCTIONS" in function.__code__.co_names:
+        return Part("attention", composites.forward_composite, (), where, shipped)
+    if function.__code__.co_flags & inspect.CO_VARKEYWORDS:  # its keywords take the layout through
         return Part("layer", composites.forward_layer, (), where, shipped)
-    attends = "ALL_ATTENTION_FUNCTIONS" in function.__code__.co_names
-    forward = composites.forward_composite
-    return Part("attention" if attends else "composite", forward, (), where, shipped)
+    return Part("composite", composites.forward_composite, (), where, shipped)
 
 
 def find_backbone(module: nn.Module, forward: Forward) -> Part:
     """Return how the backbone runs: by its own code, with the positions of the layout."""
     kind = plain_type(module)
+    registered = find_registered(kind)
+    if registered is not None and registered.name == "composite":
+        return Part("backbone", forward, (), "registered", shipped=False)
     digest = digest_of_class(kind)
     shipped = digest in COMPOSITES
     where = f"source of {COMPOSITES[digest]}" if shipped else "plumbing only"
