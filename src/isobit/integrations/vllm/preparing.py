@@ -168,7 +168,9 @@ def prepare(model: Any, config: Any) -> State:
 def check_home(model: Any) -> None:
     """Raise unless the model is one of vLLM's own files, and not transformers' model inside vLLM."""
     kind = type(model)
-    if not kind.__module__.startswith(MODELS) or kind.__module__.startswith(f"{MODELS}transformers"):
+    if not kind.__module__.startswith(MODELS) or kind.__module__.startswith(
+        f"{MODELS}transformers"
+    ):
         refuse(
             "a model of vLLM's own files, made of its layers",
             f"{kind.__module__}.{kind.__name__}",
