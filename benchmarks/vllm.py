@@ -45,6 +45,10 @@ FAMILIES = {
     "Qwen3": {"head_dim": 64},
     "Llama": {"rope_parameters": LLAMA3},
     "Qwen2": {"tie_word_embeddings": True},
+    "Mistral": {"sliding_window": 48},
+    "Phi3": {"original_max_position_embeddings": 1024},
+    "Gemma": {"head_dim": 64, "hidden_act": "gelu_pytorch_tanh"},
+    "Granite": {"logits_scaling": 8.0, "embedding_multiplier": 12.0, "residual_multiplier": 0.22},
 }
 
 

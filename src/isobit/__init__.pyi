@@ -50,6 +50,7 @@ from isobit.ops.logprob.loss import linear_cross_entropy as linear_cross_entropy
 from isobit.ops.logprob.op import linear_logprob as linear_logprob
 from isobit.ops.rms_norm.op import rms_norm as rms_norm
 from isobit.ops.rotary.op import rotary as rotary
+from isobit.ops.select_rows.op import select_rows as select_rows
 from isobit.ops.silu.op import silu as silu
 from isobit.ops.softmax.op import softmax as softmax
 from isobit.ops.swiglu.op import swiglu as swiglu

@@ -97,6 +97,18 @@ def head_calls(dtype, shapes):
     ]
 
 
+def offset_calls(dtype, shapes):
+    """Norms that multiply by 1 + weight."""
+    generator = generator_of(dtype)
+    return [
+        Call(
+            lambda x, w: isobit.rms_norm(x, w, offset=1.0),
+            (wide_values(shape, dtype, generator), wide_values(shape[-1:], dtype, generator)),
+        )
+        for shape in shapes
+    ]
+
+
 def element_calls(name, dtype, sizes):
     generator, calls = generator_of(dtype), []
     for rows, columns in sizes:
@@ -136,6 +148,22 @@ def embedding_calls(dtype, shapes):
     return calls
 
 
+def with_specials(x):
+    """Write NaN, an infinity and a negative zero into a tensor of at least three elements."""
+    x.view(-1)[:3] = torch.tensor([torch.nan, -torch.inf, -0.0])
+    return x
+
+
+def selection_calls(dtype, shapes):
+    """Shapes are (x, chosen rows)."""
+    generator, calls = generator_of(dtype), []
+    for shape, chosen in shapes:
+        rows = torch.tensor(chosen, dtype=torch.int64)
+        x = with_specials(wide_values(shape, dtype, generator))
+        calls.append(Call(lambda x, rows=rows: isobit.select_rows(x, rows), (x,)))
+    return calls
+
+
 def sum_calls(dtype, sizes, hard):
     generator = generator_of(dtype)
     tensors = [wide_values((size,), dtype, generator) for size in sizes]
@@ -147,6 +175,7 @@ def sum_calls(dtype, sizes, hard):
 SMALL = {
     "rms_norm": lambda d: norm_calls("rms_norm", d, [(2, 530, None), (270, 3, [258, 0, 7, 5])]),
     "rms_norm over heads": lambda d: head_calls(d, [(2, 3, 6, 20)]),
+    "rms_norm with an offset": lambda d: offset_calls(d, [(2, 3, 70)]),
     "layer_norm": lambda d: norm_calls("layer_norm", d, [(2, 530, None), (270, 3, [258, 0, 7, 5])]),
     "softmax": lambda d: row_calls("softmax", d, [(6, 530)]),
     "log_softmax": lambda d: row_calls("log_softmax", d, [(6, 530)]),
@@ -156,6 +185,7 @@ SMALL = {
     "swiglu": lambda d: element_calls("swiglu", d, [(2, 81)])[:1],
     "rotary": lambda d: rotary_calls(d, [((2, 5, 3, 10), (5, 10))]),
     "embedding": lambda d: embedding_calls(d, [((290,), 9, 5, [258, 0, 20, 12], 2)]),
+    "select_rows": lambda d: selection_calls(d, [((2, 9, 33), [17, 0, 4])]),
     "exact_sum": lambda d: sum_calls(d, [600], HARD_SUMS[2:5]),
 }
 # Odd calls are for the interpreter.
@@ -169,6 +199,7 @@ ODD = {
         ],
     ),
     "rms_norm over heads": lambda d: head_calls(d, [(1, 17, 1, 5), (3, 2, 8, 16), (2, 5, 12, 3)]),
+    "rms_norm with an offset": lambda d: offset_calls(d, [(1, 17, 5), (4, 3, 1025), (0, 8)]),
     "layer_norm": lambda d: norm_calls(
         "layer_norm", d, [(7, 1, None), (9, 1025, None), (0, 8, None), (64, 70, [2] * 32)]
     ),
@@ -190,6 +221,9 @@ ODD = {
             ((300,), 5, 3, [2, 257, 40, 1], 0),
             ((0,), 5, 3, None, None),
         ],
+    ),
+    "select_rows": lambda d: selection_calls(
+        d, [((40, 5), list(range(39, 0, -2))), ((3, 2, 600), [5]), ((4, 7), [])]
     ),
     "exact_sum": lambda d: sum_calls(
         d, [1, 5000], HARD_SUMS[::2] if d != torch.float32 else HARD_SUMS

@@ -54,7 +54,7 @@ def test_the_range_is_the_package_s_own():
 def test_unknown_parts_are_named_as_such():
     sizes = {**TINY, "num_hidden_layers": 1}
     others = {
-        "Qwen3ForSequenceClassification": transformers.Qwen3ForSequenceClassification(
+        "Qwen3ForQuestionAnswering": transformers.Qwen3ForQuestionAnswering(
             transformers.Qwen3Config(**sizes, head_dim=16)
         ),
         "MixtralSparseMoeBlock": transformers.MixtralForCausalLM(

@@ -6,7 +6,14 @@ import types
 
 import pytest
 import torch
-from transformers import LlamaConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModel,
+    Gemma3TextConfig,
+    GemmaConfig,
+    LlamaConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 import isobit
 from isobit.errors import ArgumentError, UnsupportedError
@@ -65,10 +72,9 @@ WRONG_ENGINES = {
     "device": {"device_config": types.SimpleNamespace(device_type="cuda")},
     "model runner V2": {"use_v2_model_runner": True},
     "logprobs_mode": {"logprobs_mode": "raw_logprobs"},
-    "Mistral": {"architectures": ["MistralForCausalLM"]},
+    "ForSequenceClassification": {"architectures": ["MistralForSequenceClassification"]},
     "multi-modal": {"is_multimodal_model": True},
     "runner": {"runner_type": "pooling"},
-    "hidden_act": {"hf_text_config": types.SimpleNamespace(hidden_act="gelu")},
     "rope_type": {
         "hf_text_config": types.SimpleNamespace(rope_parameters={"rope_type": "dynamic"})
     },
@@ -245,10 +251,61 @@ def test_norm_takes_the_rounded_sum():
     assert int((unrounded != normed).sum()) > 0
 
 
+def test_norm_with_an_offset_and_geglu_have_the_trainers_bits():
+    """Those of the classes that transformers has for the same layers, enabled."""
+    config = GemmaConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+    )
+    torch.manual_seed(0)
+    model = AutoModel.from_config(config, dtype=torch.bfloat16).eval()
+    model.norm.weight.data = wide(64, seed=3)
+    seen = {}
+    layer = model.layers[0]
+    for name, module in (("norm", model.norm), ("mlp", layer.mlp), ("down", layer.mlp.down_proj)):
+        module.register_forward_hook(
+            lambda _, given, y, name=name: seen.update({name: (given[0], y)})
+        )
+    with torch.no_grad():
+        isobit.enable(model)(torch.arange(9)[None])
+    x, y = seen["norm"]
+    plain = types.SimpleNamespace(weight=model.norm.weight.detach(), variance_epsilon=1e-6)
+    assert torch.equal(modules.forward_offset_norm(plain, x), y)
+    normed, stream = modules.forward_offset_norm(plain, x, x)
+    assert torch.equal(stream, x + x)
+    assert torch.equal(normed, isobit.rms_norm(stream, plain.weight, 1e-6, offset=1.0))
+    given, (product, _) = seen["mlp"][0], seen["down"]
+    gate_up = torch.cat((layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight))
+    fused = weights.PackedLinear().compute(given, gate_up.detach(), None)
+    found = modules.forward_geglu(types.SimpleNamespace(approximate="tanh"), fused)
+    assert torch.equal(found, product)
+
+
+def test_models_with_several_tables_of_frequencies_are_refused():
+    kinds = ["sliding_attention", "full_attention"]
+    config = Gemma3TextConfig(num_hidden_layers=2, layer_types=kinds, vocab_size=64)
+    with pytest.raises(UnsupportedError, match="one table of rotary frequencies"):
+        modules.read_frequencies(config)
+
+
+def test_logits_are_scaled_exactly():
+    head, hidden = wide(40, 32, seed=1), wide(5, 32)
+    for scale in (1.0, 0.125):
+        module = types.SimpleNamespace(org_vocab_size=39, scale=scale)
+        layer = types.SimpleNamespace(weight=head)
+        found = modules.forward_logits(module, weights.PackedLinear(), layer, hidden)
+        assert torch.equal(found, linear_fp32(hidden, head)[:, :39] * scale)
+
+
 def test_rotary_has_the_trainers_table():
     sizes = {"hidden_size": 128, "num_attention_heads": 2, "num_hidden_layers": 1}
     ours, positions = LlamaConfig(**sizes), torch.tensor([5, 0, 301, 40])
-    module = modules.OrderedRotary(*modules.read_frequencies("Llama", ours), 64)
+    module = modules.OrderedRotary(*modules.read_frequencies(ours), 64)
     query, key = wide(4, 128), wide(4, 64, seed=1)
     turned, turned_key = module(positions, query, key)
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -261,7 +318,7 @@ def test_rotary_has_the_trainers_table():
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        frequencies, _ = modules.read_frequencies("Llama", ours)
+        frequencies, _ = modules.read_frequencies(ours)
     finally:
         torch.set_default_dtype(before)
     assert torch.equal(frequencies, module._frequencies)
@@ -279,7 +336,7 @@ def test_fused_layers_have_the_bits_of_the_split_ones():
 def test_head_and_embedding_leave_out_vllms_padding():
     table, hidden = wide(64, 32), wide(5, 32, seed=1)
     head = types.SimpleNamespace(weight=table)
-    module = types.SimpleNamespace(org_vocab_size=50, weight=table)
+    module = types.SimpleNamespace(scale=1.0, org_vocab_size=50, weight=table)
     packed = weights.PackedLinear()
     logits = modules.forward_logits(module, packed, head, hidden)
     assert packed.is_packed == dispatch.has_native()
@@ -323,6 +380,6 @@ def test_model_that_is_cast_keeps_its_frequencies_unrounded_or_differs_from_vllm
         vocab_size=8, hidden_size=32, intermediate_size=32, num_hidden_layers=1, head_dim=16
     )
     cast = Qwen3ForCausalLM(config).to(torch.bfloat16).model.rotary_emb.inv_freq
-    expected, _ = modules.read_frequencies("Qwen3", config)
+    expected, _ = modules.read_frequencies(config)
     assert cast.dtype in (torch.float32, torch.bfloat16)
     assert torch.equal(cast.float(), expected) == (cast.dtype == torch.float32)

@@ -18,6 +18,7 @@ from isobit.ops.layer_norm import portable as layer_portable
 from isobit.ops.layer_norm.op import layer_norm
 from isobit.ops.rms_norm import portable as rms_portable
 from isobit.ops.rms_norm.op import rms_norm
+from isobit.ops.share import Share, collecting
 from isobit.order.evaluate import ENGINES, evaluate
 from isobit.order.plan import FeaturePlan
 from isobit.order.samples import Samples
@@ -210,3 +211,75 @@ def test_direct_calls_are_guarded():
         torch.ops.isobit.rms_norm_backward(y, x, weight, scales, torch.tensor([[0, 3]]), False)
     with pytest.raises(RuntimeError, match="remedy"):
         torch.ops.isobit.layer_norm(x, weight[:4], None, 1e-6, None)
+
+
+def stock_gemma(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """As GemmaRMSNorm.forward of transformers."""
+    wide = x.float()
+    normal = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (normal * (1.0 + weight.float())).type_as(x)
+
+
+@pytest.mark.parametrize("heads", [0, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_offset_is_added_to_the_weight_in_fp32(dtype, heads):
+    """The bits are those of fp32 rows and of the fp32 factor, rounded once; not of 1 + w rounded first."""
+    shape = (9, heads, 24) if heads else (9, 24)
+    x, grad = (torch.randn(shape, generator=torch.Generator().manual_seed(s)) for s in (1, 2))
+    x, grad, weight = x.to(dtype), grad.to(dtype), (drawn((24,), 3) * 0.01).to(dtype)
+    options = {"samples": Samples.packed([4, 0, 5]), "heads": bool(heads)}
+    found = gradients(norm(1, offset=1.0, **options), [x, weight], grad)
+    wide = [x.float(), 1.0 + weight.float()]
+    expected = gradients(norm(1, **options), wide, grad.float())
+    assert same(found, [t.to(dtype) for t in expected])
+    # The definition, and its own gradient: within the roundings of the dtype.
+    leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+    stock = stock_gemma(*leaves, 1e-5)
+    room = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}[dtype]
+    wanted = (stock, *torch.autograd.grad(stock, leaves, grad))
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=room, atol=8 * room)
+    if dtype != torch.float32:  # planted: what a caller would do without `offset`
+        rounded = gradients(norm(1, **options), [x, 1.0 + weight], grad)
+        assert not bits.equal(found[0], rounded[0])
+
+
+def test_an_offset_of_any_executor_batch_and_layout_has_one_result():
+    x, grad, weight = drawn((12, 40), 1), drawn((12, 40), 2), drawn((40,), 3)
+    whole = gradients(norm(1, offset=1.0, samples=Samples.packed([5, 7])), [x, weight], grad)
+    expected = by_portable(x, [1.0 + weight], grad, Samples.packed([5, 7]))
+    assert same(whole, expected)
+    padded = Samples.of_spans([(1, 5), (8, 7)], 16, 0, 2)
+    places = [*range(1, 6), *range(8, 15)]
+    rows, upstream = drawn((16, 40), 4), torch.zeros(16, 40)
+    rows[places], upstream[places] = x, grad
+    y, dx, dweight = gradients(norm(1, offset=1.0, samples=padded), [rows, weight], upstream)
+    assert same((y[places], dx[places], dweight), whole)
+    assert bits.equal(norm(1, offset=1.0)(x[3:4], weight), whole[0][3:4])
+
+
+def test_an_offset_of_zero_is_the_plain_norm_and_others_must_be_finite():
+    x, weight = drawn((3, 8), 1), drawn((8,), 2)
+    assert bits.equal(rms_norm(x, weight, offset=0.0), rms_norm(x, weight))
+    for wrong in (float("nan"), float("inf"), "1", None):
+        with pytest.raises(ArgumentError, match="offset as a finite number"):
+            rms_norm(x, weight, offset=wrong)
+
+
+def test_a_gradient_of_a_share_is_not_rounded_with_an_offset():
+    """Whole batch and two shares have one gradient of a bf16 weight."""
+    x, grad = drawn((8, 6), 1, torch.bfloat16), drawn((8, 6), 2, torch.bfloat16)
+    weight = torch.nn.Parameter(drawn((6,), 3, torch.bfloat16))
+    whole = Samples.packed([2, 2, 2, 2])
+    _, _, expected = gradients(norm(1, offset=1.0, samples=whole), [x, weight], grad)
+    found = []
+    weight.grad_dtype = torch.float32
+    for first in (0, 2):
+        rows = slice(2 * first, 2 * first + 4)
+        with collecting(Share(first, 4, 2)):
+            samples = Samples.packed([2, 2], first=first, of=4)
+            y = rms_norm(x[rows], weight, 1e-5, samples=samples, offset=1.0)
+            (part,) = torch.autograd.grad(y, [weight], grad[rows])
+        assert part.dtype == torch.float32
+        found.append(part)
+    assert bits.equal((found[0] + found[1]).to(torch.bfloat16), expected)

@@ -31,13 +31,14 @@ def start(folder, **more):
     )
 
 
-def generate(llm, **more):
+def generate(llm, prompts=None, **more):
     from vllm import SamplingParams
 
     params = SamplingParams(
         **{"temperature": 0, "max_tokens": 8, "logprobs": 0, "detokenize": False, **more}
     )
-    made = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], params, use_tqdm=False)
+    asked = [{"prompt_token_ids": p} for p in (PROMPTS if prompts is None else prompts)]
+    made = llm.generate(asked, params, use_tqdm=False)
     outputs = [output.outputs[0] for output in made]
     return [
         [list(o.token_ids), [r[t].logprob for t, r in zip(o.token_ids, o.logprobs, strict=True)]]
@@ -116,6 +117,29 @@ def check_weights(first, second):
     return said
 
 
+def check_layouts(folder, _):
+    """Generate in one batch, and some prompts alone; prompts are longer than a window of keys."""
+    import isobit
+
+    isobit.integrations.vllm.enable()
+    llm = start(folder, max_num_batched_tokens=256)
+    return {
+        "together": generate(llm),
+        "alone": [generate(llm, [prompt])[0] for prompt in PROMPTS[:4]],
+    }
+
+
+def check_stock_layouts(folder, _):
+    """The same by stock vLLM."""
+    from isobit.integrations.vllm import serving
+
+    llm = serving.start(folder, "bfloat16", 256, "stock")
+    return {
+        "together": generate(llm),
+        "alone": [generate(llm, [prompt])[0] for prompt in PROMPTS[:4]],
+    }
+
+
 def check_stock(first, second):
     """Reload stock vLLM by the process of `Rollouts`, with and without packing a tied head, and start it afresh."""
     from isobit.integrations.vllm import serving
@@ -150,7 +174,7 @@ def check_refusals(folder, _):
         "cache dtype": {"kv_cache_dtype": "fp8"},
         "logprobs": {"logprobs_mode": "raw_logits"},
         "worker": {"worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker"},
-        "architecture": {"hf_overrides": {"architectures": ["MistralForCausalLM"]}},
+        "architecture": {"hf_overrides": {"architectures": ["MistralForSequenceClassification"]}},
         "transfer": {"weight_transfer_config": {"backend": "nccl"}},
         "processors": {"logits_processors": ["isobit.no:Such"]},
         "dtype": {"hf_overrides": {"dtype": "float32"}},
@@ -194,6 +218,7 @@ def unknown_options():
 
 if __name__ == "__main__":
     checks = {"weights": check_weights, "stock": check_stock, "refusals": check_refusals}
+    checks |= {"layouts": check_layouts, "stock layouts": check_stock_layouts}
     found = checks[sys.argv[1]](*sys.argv[2:4])
     with open(sys.argv[4], "w") as file:
         json.dump(found, file)

@@ -104,7 +104,7 @@ def test_engines_that_are_not_computed_are_refused(models, tmp_path):
         "cache dtype": "kv_cache_dtype='fp8'",
         "logprobs": "raw_logits",
         "worker": "CPUWorker",
-        "architecture": "MistralForCausalLM",
+        "architecture": "MistralForSequenceClassification",
         "transfer": "'nccl'",
         "processors": "isobit.no:Such",
         "dtype": "turns float32 into bfloat16",
@@ -123,3 +123,26 @@ def test_engines_that_are_not_computed_are_refused(models, tmp_path):
 
 def test_rollouts_have_one_value_in_every_layout_and_the_trainers():
     assert rollouts.run(quick=True, threads=[1, 2], dtypes=["bfloat16"]) == 0
+
+
+@pytest.mark.parametrize("family", ["Mistral", "Phi3", "Gemma", "Granite"])
+def test_other_models_of_known_layers_have_the_trainers_bits(family, tmp_path):
+    """Mistral has a window of 48 keys, Gemma norms with 1 + weight and gelu, Granite scaled logits."""
+    from tests.vllm.in_engine import PROMPTS
+
+    folder = str(tmp_path / "model")
+    rollouts.save_model(family, "bfloat16", folder)
+    said = ask("layouts", (folder, folder), tmp_path / "layouts.json")
+    logprobs = [row[1] for row in said["together"]]
+    assert sum(map(len, logprobs)) == 96
+    assert said["alone"] == said["together"][:4]
+    assert logprobs == trained(folder, said["together"], PROMPTS)
+    stock = ask("stock layouts", (folder, folder), tmp_path / "stock.json")
+    of_trainer = trained(folder, stock["together"], PROMPTS)
+    differ = sum(
+        a != b
+        for row, scored in zip(stock["together"], of_trainer, strict=True)
+        for a, b in zip(row[1], scored, strict=True)
+    )
+    print(f"\n{family}: isobit 0 of 96 differ from the trainer, stock {differ} of 96")
+    assert differ > 0  # the control

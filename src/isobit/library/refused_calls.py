@@ -48,6 +48,20 @@ def lm_head() -> Iterator[Call]:
     yield "a scalar", (torch.tensor(1.0), weight), {}
 
 
+def select_rows() -> Iterator[Call]:
+    """Yield calls of isobit.select_rows."""
+    x, rows = torch.ones(2, 3, 4), torch.tensor([0, 5])
+    yield "a row beyond the last", (x, torch.tensor([0, 6])), {}
+    yield "a negative row", (x, torch.tensor([0, -1])), {}
+    yield "a row that is chosen twice", (x, torch.tensor([5, 0, 5])), {}
+    yield "rows that are numbers", (x, rows.float()), {}
+    yield "a mask", (x, torch.ones(6, dtype=torch.bool)), {}
+    yield "rows of two axes", (x, rows[None]), {}
+    yield "a list of rows", (x, [0, 5]), {}
+    yield "integers", (x.int(), rows), {}
+    yield "a scalar", (torch.tensor(1.0), rows), {}
+
+
 def linear_logprob() -> Iterator[Call]:
     """Yield calls of isobit.linear_logprob."""
     hidden, weight, targets = torch.ones(2, 3), torch.ones(5, 3), torch.tensor([0, 4])

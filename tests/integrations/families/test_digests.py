@@ -19,7 +19,9 @@ TABLES = [
     "ELEMENTWISE",
     "COMPOSITES",
     "HEADS",
+    "SCORING_HEADS",
 ]
+FILES = ("activations", "modeling_layers")  # of transformers, which belong to no family
 ENTRIES = [
     (table, digest, entry if isinstance(entry, str) else entry[0])
     for table in TABLES
@@ -30,7 +32,7 @@ ENTRIES = [
 @pytest.mark.parametrize(("table", "digest", "path"), ENTRIES, ids=[e[2] for e in ENTRIES])
 def test_a_digest_is_that_of_its_source(table, digest, path):
     home, _, name = path.partition(".")
-    module = home if home == "activations" else f"models.{home}.modeling_{home}"
+    module = home if home in FILES else f"models.{home}.modeling_{home}"
     found = getattr(import_module(f"transformers.{module}"), name)
     assert digest == (
         digest_of_class(found) if isinstance(found, type) else digest_of_function(found)
@@ -39,7 +41,7 @@ def test_a_digest_is_that_of_its_source(table, digest, path):
 
 def test_no_source_but_the_table_names_a_family():
     """A class of a family, as the table of digests has them, in the code of the integration (not in docstrings)."""
-    names = {path.partition(".")[2] for _, _, path in ENTRIES if not path.startswith("activations")}
+    names = {path.partition(".")[2] for _, _, path in ENTRIES if not path.startswith(FILES)}
     names -= {"apply_rotary_pos_emb"}
     home = Path(isobit.__file__).parent / "integrations" / "transformers"
     files = [path for path in home.rglob("*.py") if path.name != "digests.py"]

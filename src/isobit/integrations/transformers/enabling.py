@@ -11,10 +11,15 @@ from torch import nn
 
 from isobit.comparing.checkpoints.weight_digests import warn_of_rounded_frequencies
 from isobit.errors import UnsupportedError
-from isobit.integrations.transformers.forwards import OUTER
+from isobit.integrations.transformers.classification import (
+    forward_sequence_classification,
+    forward_token_classification,
+)
+from isobit.integrations.transformers.forwards import forward_base, forward_causal, forward_logits
 from isobit.integrations.transformers.parts.attention import ATTENTION, register_attention
+from isobit.integrations.transformers.parts.heads import SAMPLES, TOKENS
 from isobit.integrations.transformers.parts.meaning import compare_with_stock, score_tokens
-from isobit.integrations.transformers.parts.recognition import make_plan
+from isobit.integrations.transformers.parts.recognition import Outer, make_plan
 from isobit.integrations.transformers.parts.rotary import ANGLES
 from isobit.integrations.transformers.refusals import check_tree, refuse_wrapper
 from isobit.integrations.transformers.state import (
@@ -28,6 +33,12 @@ from isobit.integrations.transformers.state import (
 from isobit.parallel.tensor.shard import tp_group_of
 
 Model = TypeVar("Model", bound=nn.Module)
+OUTER = Outer(
+    forward_causal,
+    forward_base,
+    forward_logits,
+    {SAMPLES: forward_sequence_classification, TOKENS: forward_token_classification},
+)
 _changing = threading.RLock()  # held while forwards are installed or restored
 
 

@@ -18,7 +18,7 @@ from isobit.integrations.transformers.package import library
 from isobit.integrations.transformers.parts.attention import check_registered
 from isobit.integrations.transformers.parts.caches import keep_every_key
 from isobit.integrations.transformers.parts.heads import Head
-from isobit.integrations.transformers.parts.recognition import Outer, check_dropouts
+from isobit.integrations.transformers.parts.recognition import check_dropouts
 from isobit.integrations.transformers.refusals import refuse, refuse_flushing
 from isobit.integrations.transformers.state import State, find_owner, find_state, require_state
 from isobit.ops.logprob.portable import inverse
@@ -152,9 +152,6 @@ def forward_logits(module: nn.Linear, hidden: Tensor, samples: Samples | None = 
     return logits_of(hidden, module, samples)
 
 
-OUTER = Outer(forward_causal, forward_base, forward_logits)
-
-
 def require_head(state: State) -> Head:
     """Return the head of a model that has one."""
     assert state.head is not None
@@ -248,15 +245,15 @@ def refuse_packed_cache(past_key_values: Any, use_cache: bool | None) -> bool:
     return False
 
 
-def refuse_other_loss(module: Any) -> None:
-    """Raise if the model's loss is not the mean of -log p of the next tokens, which is what labels are scored by."""
+def refuse_other_loss(module: Any, stock: str = "ForCausalLMLoss") -> None:
+    """Raise if the model's loss is not the one of transformers that isobit computes, where labels are passed."""
     found = module.loss_function
-    if found is not library("loss.loss_utils").ForCausalLMLoss:
+    if found is not getattr(library("loss.loss_utils"), stock):
         refuse(
-            "the loss of a causal language model, where labels are passed: isobit computes it without logits",
+            f"the loss {stock} of transformers, where labels are passed: isobit computes it itself",
             f"model.loss_function = {getattr(found, '__qualname__', type(found).__name__)}",
             "call your function with the logits of model(input_ids) without labels, or put the stock loss back: "
-            "model.loss_function = transformers.loss.loss_utils.ForCausalLMLoss",
+            f"model.loss_function = transformers.loss.loss_utils.{stock}",
         )
 
 

@@ -112,7 +112,7 @@ def score(
 ) -> tuple[Tensor, Tensor | None]:
     """Return log-probabilities, and entropies if they are wanted."""
     state = require_state(model)
-    if state.head is None:
+    if state.head is None or not state.head.is_language_model:
         raise ArgumentError(
             expected="a model with a language-model head",
             received=type(model).__name__,

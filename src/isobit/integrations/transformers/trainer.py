@@ -85,6 +85,11 @@ class OrderedTrainer(Trainer):
             micro_batches=args.gradient_accumulation_steps,
         )
 
+    @property
+    def samples_of_a_step(self) -> GlobalBatch:
+        """How the samples that the model sees in a step are divided: one for each item of the dataset."""
+        return self.global_batch
+
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return a loader of this rank's micro-batches; it is not divided over ranks again."""
         if self.train_dataset is None or not hasattr(self.train_dataset, "__len__"):
@@ -125,7 +130,7 @@ class OrderedTrainer(Trainer):
         self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None
     ) -> torch.Tensor:
         """Run forward and backward of one micro-batch."""
-        batch = self.global_batch
+        batch = self.samples_of_a_step
         rows = len(next(iter(inputs.values())))
         if rows != batch.size or self.current_gradient_accumulation_steps != batch.micro_batches:
             raise ArgumentError(

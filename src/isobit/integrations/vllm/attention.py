@@ -92,6 +92,8 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._page = int(kv_cache_spec.block_size)
+        # Pages that a sliding window has left are freed: another request's, or nobody's, are in their place.
+        self._window = getattr(kv_cache_spec, "sliding_window", None)
         self._in_place = self._page % ATTENTION_BLOCK == 0 and is_read_in_place(kv_cache_spec.dtype)
         layers = vllm_config.compilation_config.static_forward_context
         self._generation: Generation = getattr(layers[layer_names[0]], GENERATION)
@@ -139,7 +141,10 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
             grown = torch.full((max(highest, 2 * len(self._written)),), -1)
             grown[: len(self._written)] = self._written
             self._written = grown
-        used = torch.arange(pages.shape[1]) * self._page < computed[:, None]
+        first = torch.arange(pages.shape[1]) * self._page
+        used = first < computed[:, None]
+        if self._window is not None:  # the first new token sees the keys of its window
+            used &= first + self._page > computed[:, None] + 1 - self._window
         if bool((self._written[pages[used]] != number).any()):
             raise UnsupportedError(
                 expected="keys that were computed with the present weights",
@@ -168,7 +173,6 @@ class OrderedAttention(AttentionImpl[Step]):
     ) -> None:
         given = {
             "alibi_slopes": alibi_slopes,
-            "sliding_window": sliding_window,
             "logits_soft_cap": logits_soft_cap,
             "kv_sharing_target_layer_name": kv_sharing_target_layer_name,
             **other,
@@ -176,13 +180,16 @@ class OrderedAttention(AttentionImpl[Step]):
         for name, value in given.items():
             if value is not None:
                 refuse(
-                    "causal attention to all keys", f"{name}={value!r}", "serve a model without it"
+                    "causal attention to all keys, or to a window of them",
+                    f"{name}={value!r}",
+                    "serve a model without it",
                 )
         if attn_type != AttentionType.DECODER:
             refuse("a decoder's attention", f"attn_type={attn_type!r}", "serve a decoder")
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype = kv_cache_dtype
+        self.window = 0 if sliding_window is None else int(sliding_window)
 
     def forward(
         self,
@@ -220,7 +227,7 @@ class OrderedAttention(AttentionImpl[Step]):
             step.lengths,
             self.scale,
             True,
-            0,
+            self.window,
         )
         output[: step.rows] = mixed
         return output

@@ -12,6 +12,7 @@ from isobit.integrations.transformers.residual import plain_add
 from isobit.integrations.vllm.refusals import refuse
 from isobit.integrations.vllm.weights import PackedLinear
 from isobit.ops.embedding.op import embedding
+from isobit.ops.gelu.op import gelu
 from isobit.ops.rms_norm.op import rms_norm
 from isobit.ops.rotary.op import rotary
 from isobit.ops.swiglu.op import swiglu
@@ -25,6 +26,21 @@ def forward_norm(
         return rms_norm(x, module.weight, module.variance_epsilon)
     stream = plain_add(residual, x)
     return rms_norm(stream, module.weight, module.variance_epsilon), stream
+
+
+def forward_offset_norm(
+    module: Any, x: Tensor, residual: Tensor | None = None
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Compute RMSNorm with the factor 1 + weight in fp32; with a residual, of the rounded sum."""
+    stream = x if residual is None else plain_add(residual, x)
+    found = rms_norm(stream, module.weight, module.variance_epsilon, offset=1.0)
+    return found if residual is None else (found, stream)
+
+
+def forward_geglu(module: Any, x: Tensor) -> Tensor:
+    """Compute gelu(gate) · up; gelu(gate) is rounded first, as in the trainer, whose product is a composite's."""
+    gate, up = x.chunk(2, dim=-1)
+    return gelu(gate.contiguous(), module.approximate) * up
 
 
 def forward_swiglu(module: Any, x: Tensor) -> Tensor:
@@ -50,7 +66,8 @@ def forward_logits(
     if embedding_bias is not None:
         refuse("a head without bias", "an embedding bias", "serve a model without one")
     logits = packed.compute_fp32(hidden, head.weight)  # columns do not depend on one another
-    return logits[:, : module.org_vocab_size].contiguous()
+    logits = logits[:, : module.org_vocab_size].contiguous()
+    return logits if module.scale == 1.0 else logits * module.scale  # a power of two: exact
 
 
 class OrderedRotary(nn.Module):
@@ -81,15 +98,26 @@ class OrderedRotary(nn.Module):
         return rotary(heads, cos, sin).view(x.shape)
 
 
-def read_frequencies(family: str, config: Any) -> tuple[Tensor, float]:
-    """Return the inverse frequencies and the scaling that transformers computes for this configuration."""
-    from importlib import import_module
+def read_frequencies(config: Any) -> tuple[Tensor, float]:
+    """Return the inverse frequencies and the scaling of the one rotary embedding that transformers has for a config."""
+    from transformers import AutoModel
 
-    home = import_module(f"transformers.models.{family.lower()}.modeling_{family.lower()}")
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)  # vLLM builds models under the model's dtype
     try:
-        made = getattr(home, f"{family}RotaryEmbedding")(config=config)
+        with torch.device("meta"):  # without weights: only the class of one module is wanted
+            made = AutoModel.from_config(config)
+        found = [m for m in made.modules() if any("inv_freq" in name for name in m._buffers)]
+        if len(found) != 1 or not hasattr(found[0], "inv_freq"):
+            refuse(
+                "one table of rotary frequencies for all layers",
+                f"{len(found)} modules with frequencies in {type(made).__name__}"
+                if len(found) != 1
+                else f"{type(found[0]).__name__}, with one table for each kind of layer",
+                "serve a model with one rotary embedding",
+            )
+        with torch.device("cpu"):
+            angles = type(found[0])(config=config)
     finally:
         torch.set_default_dtype(before)
-    return made.inv_freq.float().cpu(), float(made.attention_scaling)
+    return angles.inv_freq.float().cpu(), float(angles.attention_scaling)

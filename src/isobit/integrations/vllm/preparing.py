@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from vllm.forward_context import get_forward_context
-from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
 from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
     LinearMethodBase,
     MergedColumnParallelLinear,
     QKVParallelLinear,
@@ -36,18 +38,26 @@ from isobit.integrations.vllm.attention import (
     OrderedAttention,
     OrderedAttentionBackend,
 )
-from isobit.integrations.vllm.refusals import ARCHITECTURES, refuse
+from isobit.integrations.vllm.refusals import refuse
 from isobit.integrations.vllm.weights import Generation, PackedLinear
 
 STATE = "_isobit_state"
-LINEARS = (QKVParallelLinear, MergedColumnParallelLinear, RowParallelLinear)
+LINEARS = (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
 FORWARDS: dict[type[nn.Module], Callable[..., Any]] = {
     RMSNorm: modules.forward_norm,
+    GemmaRMSNorm: modules.forward_offset_norm,
     SiluAndMul: modules.forward_swiglu,
+    GeluAndMul: modules.forward_geglu,
     VocabParallelEmbedding: modules.forward_embedding,
 }
-# Modules that only call others; with the family's name before.
-CONTAINERS = ("ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP")
+MODELS = "vllm.model_executor.models."  # vLLM's own files of models
+# What transformers' config calls the gelu of each GeluAndMul; vLLM takes tanh where a config has `hidden_act` alone.
+GELUS = {"gelu_pytorch_tanh": "tanh", "gelu_new": "tanh", "gelu": "none"}
 
 
 class OrderedLinearMethod(LinearMethodBase):
@@ -134,10 +144,14 @@ class State:
 
 
 def prepare(model: Any, config: Any) -> State:
-    """Replace the computations of each module of a vLLM model, on all of them or raise."""
-    family = read_family(model)
-    state = State(model)
-    angles = modules.read_frequencies(family, config.model_config.hf_text_config)
+    """Replace the computations of each module of a vLLM model, on all of them or raise.
+
+    Leaves are known by their class. Everything else is a module of vLLM's file of the model that only calls others and
+    runs as it is: strict mode watches that it adds nothing.
+    """
+    check_home(model)
+    state, text = State(model), config.model_config.hf_text_config
+    angles = modules.read_frequencies(text)
     # Rotary embeddings first, where they are used: vLLM shares one among the models of a process.
     for name, module in list(model.named_modules()):
         for attribute, child in list(module.named_children()):
@@ -145,34 +159,38 @@ def prepare(model: Any, config: Any) -> State:
                 check_rotary(name, child, angles[0])
                 setattr(module, attribute, modules.OrderedRotary(*angles, child.head_size))
     for name, module in list(model.named_modules()):
-        prepare_module(name, module, family, state)
+        prepare_module(name, module, text, state)
     wrap_model(model, state)
     state.accept()
     return state
 
 
-def read_family(model: Any) -> str:
-    """Return Qwen3, Qwen2 or Llama; raise for any other class."""
-    name = type(model).__name__
-    home = type(model).__module__
-    family = name.removesuffix("ForCausalLM")
-    if name not in ARCHITECTURES or home != f"vllm.model_executor.models.{family.lower()}":
+def check_home(model: Any) -> None:
+    """Raise unless the model is one of vLLM's own files, and not transformers' model inside vLLM."""
+    kind = type(model)
+    if not kind.__module__.startswith(MODELS) or kind.__module__.startswith(
+        f"{MODELS}transformers"
+    ):
         refuse(
-            f"vLLM's own {', '.join(ARCHITECTURES)}", f"{home}.{name}", "serve one of these models"
+            "a model of vLLM's own files, made of its layers",
+            f"{kind.__module__}.{kind.__name__}",
+            "serve a model that this vLLM has a file for, such as Qwen3, Llama, Mistral, Phi3 or Gemma",
         )
-    return family
 
 
-def prepare_module(name: str, module: Any, family: str, state: State) -> None:
+def prepare_module(name: str, module: Any, config: Any, state: State) -> None:
     """Replace what one module computes."""
     kind = type(module)
     if kind in FORWARDS:
         check_plain(name, module)
         if kind is VocabParallelEmbedding:
             module.quant_method = OrderedEmbeddingMethod()
+        if kind is GeluAndMul:
+            check_gelu(name, module, config)
         module.forward = partial(FORWARDS[kind], module)
     elif kind is LogitsProcessor:
         check_plain(name, module)
+        check_scale(name, module)
         module.forward = partial(modules.forward_logits, module, state.add_packed())
     elif kind is ParallelLMHead:
         check_plain(name, module)
@@ -183,15 +201,35 @@ def prepare_module(name: str, module: Any, family: str, state: State) -> None:
         module.quant_method = OrderedLinearMethod(state.add_packed())
     elif kind is Attention:
         prepare_attention(module, state)
-    elif kind in (nn.ModuleList, modules.OrderedRotary):
-        pass
-    elif kind.__name__ not in known_containers(family) or not kind.__module__.startswith("vllm."):
+    elif kind not in (nn.ModuleList, modules.OrderedRotary):
+        check_container(name, module)
+
+
+def check_container(name: str, module: nn.Module) -> None:
+    """Raise unless a module is of vLLM's file of a model, has children and no weights of its own."""
+    if not type(module).__module__.startswith(MODELS) or next(module.children(), None) is None:
         refuse_module(name, module, "which isobit does not compute")
+    held = [key for key, value in module._parameters.items() if value is not None]
+    if held:
+        refuse_module(name, module, f"with weights of its own ({', '.join(held)})")
 
 
-def known_containers(family: str) -> Iterable[str]:
-    """Return the classes that only call others; Qwen3 uses the MLP of Qwen2."""
-    return {*(family + part for part in CONTAINERS), "Qwen2MLP"}
+def check_gelu(name: str, module: Any, config: Any) -> None:
+    """Raise unless vLLM took the gelu that transformers takes."""
+    asked = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
+    if GELUS.get(str(asked)) != module.approximate:
+        refuse_module(
+            name,
+            module,
+            f"with approximate={module.approximate!r}, while transformers computes {asked!r}",
+        )
+
+
+def check_scale(name: str, module: Any) -> None:
+    """Raise unless logits are scaled by a power of two: then the trainer's one rounding is that of two factors."""
+    mantissa, _ = math.frexp(module.scale)
+    if mantissa != 0.5:
+        refuse_module(name, module, f"with scale={module.scale!r}, which is no power of two")
 
 
 def check_plain(name: str, module: Any) -> None:
@@ -200,7 +238,6 @@ def check_plain(name: str, module: Any) -> None:
         "has_weight": (True,),
         "variance_size_override": (None,),
         "soft_cap": (None,),
-        "scale": (1.0,),
         "logits_as_input": (False,),
         "bias": (None,),
     }
@@ -281,5 +318,5 @@ def refuse_module(name: str, module: nn.Module, why: str) -> None:
     refuse(
         "modules that isobit computes",
         f"{name or 'the model'}, a {type(module).__name__} {why}",
-        "serve a plain Qwen3, Qwen2 or Llama model",
+        "serve a model of linear layers, RMSNorm, gated MLPs with silu or gelu, and rotary attention",
     )

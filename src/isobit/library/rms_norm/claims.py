@@ -10,7 +10,9 @@ from torch import Tensor
 from isobit.contracts.judge.recipes import Case
 from isobit.contracts.judge.tally import Tally
 from isobit.library.bounds import U
+from isobit.library.gradients import forward_and_gradients
 from isobit.library.subjects import Subject
+from isobit.ops.portable.rounding import round_once
 from isobit.ops.rms_norm import portable
 from isobit.ops.rms_norm.op import rms_norm
 
@@ -52,6 +54,20 @@ def norms_once(subject: Subject, case: Case, tally: Tally) -> None:
     tally.true((twice.double() - once.double()).abs() <= allowed, "the norm of a norm", twice)
 
 
+def adds_offset_in_fp32(subject: Subject, case: Case, tally: Tally) -> None:
+    """With an offset, y and both gradients are those of fp32 rows and the fp32 factor offset + weight, rounded once."""
+    x, weight = case.arguments.values()
+    grad = case.draw(tuple(x.shape), 80, "wide")
+    tally.count(case.rows)
+    for offset in (1.0, -0.375):
+        y, found = forward_and_gradients(subject, [x, weight], grad, offset=offset)
+        wide = [x.float(), weight.float() + offset]
+        whole, expected = forward_and_gradients(rms_norm, wide, grad.float())
+        what = (f"y with offset {offset}", "its dx", "its dweight")
+        for name, ours, theirs in zip(what, (y, *found), (whole, *expected), strict=True):
+            tally.same(ours.detach(), round_once(theirs.detach(), x.dtype), name)
+
+
 # ---- planted --------------------------------------------------------------------------------------------
 
 
@@ -68,6 +84,18 @@ def eps_outside(x: Tensor, weight: Tensor, eps: float = 1e-6, **_: Any) -> Tenso
 def without_eps(x: Tensor, weight: Tensor, eps: float = 1e-6, **_: Any) -> Tensor:
     """Divide by the root of the mean square alone, which may be 0."""
     return scaled(x, weight, x.float().square().mean(-1, keepdim=True).rsqrt())
+
+
+def offset_rounded(x: Tensor, weight: Tensor, eps: float = 1e-6, **named: Any) -> Tensor:
+    """Add the offset in the dtype of the weight, which rounds the factor of 16-bit weights."""
+    offset = named.pop("offset", 0.0)
+    return rms_norm(x, weight + offset, eps, **named)
+
+
+def offset_forgotten(x: Tensor, weight: Tensor, eps: float = 1e-6, **named: Any) -> Tensor:
+    """Multiply by the weight alone."""
+    named.pop("offset", None)
+    return rms_norm(x, weight, eps, **named)
 
 
 def without_a_root(x: Tensor, weight: Tensor, eps: float = 1e-6, **_: Any) -> Tensor:

@@ -18,6 +18,7 @@ from isobit.ops.registration import (
     rows_and_columns,
 )
 from isobit.ops.rms_norm import portable
+from isobit.ops.rms_norm.offset import check_offset, offset_norm
 from isobit.ops.share import described_dtype, marking_partials
 from isobit.order.samples import Samples
 
@@ -29,8 +30,9 @@ def rms_norm(
     *,
     samples: Samples | Tensor | None = None,
     heads: bool = False,
+    offset: float = 0.0,
 ) -> Tensor:
-    """RMSNorm over the last axis, x / sqrt(mean(x²) + eps) · weight, that does not depend on the batch.
+    """RMSNorm over the last axis, x / sqrt(mean(x²) + eps) · (offset + weight), that does not depend on the batch.
 
     Unlike torch.nn.functional.rms_norm there is no `normalized_shape`: it is the shape of weight.
 
@@ -42,6 +44,7 @@ def rms_norm(
             By default x [B, T, n] is B samples.
         heads: x is [..., T, H, n], a norm of each head, and the samples describe tokens. The gradient of weight sums
             the tokens of each head of a sample, then the heads.
+        offset: Added to weight in fp32, without rounding the sum to the dtype; 1.0 for the norms of Gemma.
 
     Returns:
         Tensor in the shape and dtype of x.
@@ -58,7 +61,10 @@ def rms_norm(
     x, weight = widen_for_autocast(x, weight)
     check_tensors(WITH_GPU, x=x, weight=weight)
     check_norm(x, weight, eps, 2 if heads else 1)
+    check_offset(offset)
     spans, of = describe(samples, x.select(-2, 0) if heads else x, weight)
+    if offset:
+        return offset_norm(x, weight, eps, spans, heads, of, float(offset))
     given = (x, weight, eps, spans, heads, of)
     return marking_partials(launch("rms_norm", rows_and_columns, *given)[0])
 

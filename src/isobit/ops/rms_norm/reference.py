@@ -11,11 +11,18 @@ from isobit.order.samples import Samples
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float = 1e-6, *, samples: Any = None, heads: bool = False
+    x: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    *,
+    samples: Any = None,
+    heads: bool = False,
+    offset: float = 0.0,
 ) -> Tensor:
-    """Return x / sqrt(mean(x²) + eps) · weight. samples and heads only order the sum of the weight's gradient."""
+    """Return x / sqrt(mean(x²) + eps) · (offset + weight). samples and heads only order the gradient of weight."""
     wide = x.double()
-    return wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+    factor = offset + weight.double()
+    return wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt() * factor
 
 
 def example_rms_norm(x: Tensor) -> dict[str, Any]:

@@ -92,3 +92,8 @@ HEADS: dict[str, tuple[str, str]] = {
     "107ada47601edbb2": ("stablelm.StableLmForCausalLM", "plain"),
     "f095779abe827079": ("cohere.CohereForCausalLM", "multiplied"),
 }
+# Heads that score each sample, or each token; one forward of transformers serves all families.
+SCORING_HEADS: dict[str, tuple[str, str]] = {
+    "63fb572072b976a2": ("modeling_layers.GenericForSequenceClassification", "samples"),
+    "6c94bbf30de817d2": ("modeling_layers.GenericForTokenClassification", "tokens"),
+}

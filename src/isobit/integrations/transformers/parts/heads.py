@@ -8,22 +8,29 @@ from typing import Any
 from torch import nn
 
 from isobit.errors import UnsupportedError
-from isobit.integrations.transformers.parts.digests import HEADS
+from isobit.integrations.transformers.parts.digests import HEADS, SCORING_HEADS
 from isobit.integrations.transformers.parts.part import plain_type
 from isobit.integrations.transformers.parts.registry import find_registered
 from isobit.integrations.transformers.parts.source import digest_of_class
 from isobit.integrations.transformers.refusals import ELSEWHERE, refuse
 
-BACKBONE, HEAD = "model", "lm_head"
+BACKBONE, HEAD, SCORE = "model", "lm_head", "score"
+# Kinds of heads that score, of reward models and of critics.
+SAMPLES, TOKENS = "a score of each sample", "a score of each token"
 
 
 @dataclass(frozen=True)
 class Head:
-    """A language-model head: logits are those of `lm_head`, divided by `divisor(model)`."""
+    """A language-model head, whose logits are those of `lm_head` divided by `divisor(model)`, or one that scores."""
 
-    kind: str  # plain, divided, multiplied or capped
+    kind: str  # plain, divided, multiplied or capped; or SAMPLES or TOKENS
     found: str  # where its source was read
     shipped: bool = True  # see part.Part
+
+    @property
+    def is_language_model(self) -> bool:
+        """Whether there are logits of next tokens."""
+        return self.kind not in (SAMPLES, TOKENS)
 
     def divisor(self, model: Any) -> float:
         """Return what the logits are divided by, from the config as it is now."""
@@ -44,7 +51,7 @@ PLAIN = Head("plain", "")
 
 
 def find_head(model: Any) -> Head | None:
-    """Return the head of a causal language model, None for a backbone, or raise for a head that is not known."""
+    """Return the head of a model, None for a backbone, or raise for a head that is not known."""
     linear, backbone = getattr(model, HEAD, None), getattr(model, BACKBONE, None)
     if not isinstance(backbone, nn.Module):
         return None
@@ -53,6 +60,9 @@ def find_head(model: Any) -> Head | None:
     if registered is not None and registered.name == "head":
         return Head(registered.kind, "registered", shipped=False)  # type: ignore[attr-defined]
     digest = digest_of_class(kind)
+    if digest in SCORING_HEADS and isinstance(getattr(model, SCORE, None), nn.Module):
+        path, what = SCORING_HEADS[digest]
+        return Head(SAMPLES if what == "samples" else TOKENS, f"source of {path}")
     if isinstance(linear, nn.Module) and digest in HEADS:
         path, name = HEADS[digest]
         head = Head(name, f"source of {path}")

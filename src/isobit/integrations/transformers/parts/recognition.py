@@ -99,6 +99,7 @@ class Outer:
     causal: Forward
     backbone: Forward
     logits: Forward
+    scoring: dict[str, Forward]  # by the kind of a head that is no language model's
 
 
 def make_plan(model: nn.Module, outer: Outer) -> Plan:
@@ -125,9 +126,10 @@ def make_plan(model: nn.Module, outer: Outer) -> Plan:
             part = find_backbone(module, outer.backbone)
         elif module is model:
             assert head is not None
+            forward = outer.scoring.get(head.kind, outer.causal)
             where = f"{head.kind}: {head.found}"
-            part = Part("head", outer.causal, (), where, head.shipped)
-        elif head is not None and name == HEAD:
+            part = Part("head", forward, (), where, head.shipped)
+        elif head is not None and head.is_language_model and name == HEAD:
             check_logits(module)
             part = Part("logits", outer.logits, (), "torch.nn.Linear")
         else:

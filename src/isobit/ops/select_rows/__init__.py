@@ -1,0 +1,1 @@
+"""Chosen rows of a tensor, and their gradient."""

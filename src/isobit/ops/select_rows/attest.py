@@ -1,0 +1,37 @@
+"""Compare an executor's select_rows with the portable one; there is no native kernel to compare."""
+
+from __future__ import annotations
+
+import torch
+
+from isobit import bits
+from isobit.ops.attesting import Call
+from isobit.ops.portable.hard_inputs import wide_values
+from isobit.ops.select_rows import portable
+
+# (shape of x, chosen rows): first and last row out of order; none; all of them backwards.
+CASES = (
+    ((2, 9, 33), (17, 0, 4)),
+    ((5, 1), ()),
+    ((20, 600), tuple(reversed(range(20)))),
+)
+
+
+def difference(dtype: torch.dtype, call: Call | None = None) -> str | None:
+    """Return what differs first, or None."""
+    for shape, chosen in CASES if call is not None else ():
+        assert call is not None
+        generator = torch.Generator().manual_seed(shape[-1])
+        x, rows = wide_values(shape, dtype, generator), torch.tensor(chosen, dtype=torch.int64)
+        grad = wide_values((len(chosen), shape[-1]), dtype, generator)
+        given = (
+            call("select_rows", x, rows),
+            call("select_rows_backward", grad, rows, list(shape)),
+        )
+        expected = (
+            portable.select_rows(x, rows),
+            portable.select_rows_backward(grad, rows, list(shape)),
+        )
+        if not all(bits.equal(a, b) for a, b in zip(given, expected, strict=True)):
+            return f"select_rows of {list(shape)}"
+    return None
