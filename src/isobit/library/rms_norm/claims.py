@@ -12,7 +12,7 @@ from isobit.contracts.judge.tally import Tally
 from isobit.library.bounds import U
 from isobit.library.gradients import forward_and_gradients
 from isobit.library.subjects import Subject
-from isobit.ops.portable.rounding import round_once
+from isobit.ops.portable.sums import round_once
 from isobit.ops.rms_norm import portable
 from isobit.ops.rms_norm.op import rms_norm
 

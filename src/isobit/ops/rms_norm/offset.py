@@ -15,7 +15,7 @@ from torch import Tensor
 
 from isobit.errors import ArgumentError
 from isobit.ops.derivatives import check_derivatives
-from isobit.ops.portable.rounding import round_once
+from isobit.ops.portable.sums import round_once
 from isobit.ops.registration import PREFIXES, executor_of
 from isobit.ops.share import accumulation_dtype, as_partial, described_dtype, share_in_force
 

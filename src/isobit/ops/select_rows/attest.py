@@ -6,7 +6,7 @@ import torch
 
 from isobit import bits
 from isobit.ops.attesting import Call
-from isobit.ops.portable.hard_inputs import wide_values
+from isobit.ops.attesting import wide_values
 from isobit.ops.select_rows import portable
 
 # (shape of x, chosen rows): first and last row out of order; none; all of them backwards.
