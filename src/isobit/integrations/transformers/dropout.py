@@ -29,7 +29,7 @@ def keys_of(layout: Layout, module: str, p: float) -> Tensor:
     key = dropout_key_in_force()
     if key is None:
         raise UnsupportedError(
-            expected="the seed and the step of a dropout mask, which is a function of them, the sample and its position",
+            expected="the seed and the step of a dropout mask, which depends on them, on the sample and its position",
             received=f"dropout of {p} in training at {module}, and no key",
             remedy="train with isobit.integrations.transformers.OrderedTrainer, or put "
             "`with isobit.sampling.dropout_key(seed=0, step=step):` around each forward; or set the dropout to 0, "
