@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from isobit.errors import GuardError
+from isobit.guards.live.adapter_base import AdapterBase
 from isobit.guards.live.agreement import rank_agreement
 from isobit.guards.live.block_course import BlockCourse
 from isobit.guards.live.drift import RECENT, Drift
@@ -37,6 +38,7 @@ from isobit.guards.live.optimizer_checks import (
     check_running_state,
     check_state,
     name_some,
+    parameters_of,
     state_digest,
     weights_that_differ,
 )
@@ -88,6 +90,7 @@ class StepChecks:
         self.drift = {"loss": Drift(), "grad.norm": Drift(log=True)}
         self.call: ModelCall | None = None
         self.course = BlockCourse(model)
+        self.base = AdapterBase(model)
         self.replays, self.looks_again, self.is_replaying = 0, 0, False
         self.flowing: set[str] = set()  # parameters that have had a gradient other than zero
         self.wrong = self.wants_skip = False  # in this step
@@ -325,6 +328,17 @@ class StepChecks:
             if "nonfinite-weight" not in self.reported:  # what follows is its consequence
                 self.reported.add("nonfinite-weight")
                 self.report("nonfinite-weight", describe_nonfinite(weights[at]), module=name)
+
+    def check_base(self) -> None:
+        """Check that weights under adapters keep their bits; see [Note: merging does not undo itself]."""
+        if "base-weights-changed" in self.reported:  # every later step has them too
+            return
+        optimizers = (self.optimizer, *self.options.other_optimizers)
+        trained = [p for optimizer in optimizers for p in parameters_of(optimizer)]
+        message = self.base.changed(self.step, trained)
+        if message:
+            self.reported.add("base-weights-changed")
+            self.report("base-weights-changed", message)
 
     def check_moments(self) -> None:
         """Check that the optimizer's state is finite, and that means of squares are not negative."""

@@ -80,7 +80,7 @@ class Watch(StepChecks):
         self.stale: list[tuple[Tensor, int]] = []
         self.sample: UpdateSample | None = None
         self.next_sample = 0
-        self.called = self.weights_unread = False
+        self.called = self.weights_unread = self.base_unread = False
         self.handles = [
             model.register_forward_pre_hook(ModelHook(self.before_forward), with_kwargs=True),
             model.register_forward_hook(ModelHook(self.after_forward)),
@@ -105,6 +105,7 @@ class Watch(StepChecks):
     ) -> None:
         """End the watch; the weights are not read if the run has failed."""
         self.weights_unread = self.weights_unread and error is None
+        self.base_unread = self.base_unread and error is None
         self.close()
 
     def close(self) -> None:
@@ -124,6 +125,8 @@ class Watch(StepChecks):
                 self.step -= 1  # the step that left them so
                 self.check_weights()
                 self.check_moments()
+            if self.base_unread:
+                self.check_base()
         finally:
             self.step += self.weights_unread
             self.nonfinite_steps += self.wrong
@@ -236,6 +239,8 @@ class Watch(StepChecks):
     def check_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Check losses and gradients; skip the step if the policy says so."""
         self.check_cleared()
+        if self.measures_update():
+            self.check_base()
         if self.steps == 0:
             self.check_called()
         for micro_batch, loss in self.losses:
@@ -301,6 +306,7 @@ class Watch(StepChecks):
         """Check the weights, and prepare for the next step."""
         sample, self.sample = self.sample, None
         self.weights_unread = not (self.wrong or self.measures_update())
+        self.base_unread = True
         if not self.weights_unread:
             self.check_weights()
             self.check_moments()

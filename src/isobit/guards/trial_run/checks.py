@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from isobit import bits
+from isobit.guards.live.adapter_base import base_weights
 from isobit.guards.live.module_replay import unwrapped
 from isobit.guards.live.optimizer_checks import name_some, parameters_of
 from isobit.guards.trial_run.dtype_census import dtypes_are_as_asked
@@ -93,10 +94,16 @@ def trains_something_else(seen: Observer, named: dict[int, tuple[str, torch.Tens
 def only_trained_parameters_move(seen: Observer) -> Iterator[Found]:
     """Check that a parameter that is frozen, or in no optimizer, keeps its bits."""
     held = trained_ids(seen)
+    told = {  # a watch has reported them, with the step
+        id(p)
+        for watch in seen.watches.values()
+        if "base-weights-changed" in watch.reported
+        for _, p in base_weights(watch.model)
+    }
     rest = {
         key: (name, p)
         for key, (name, p) in named_parameters(seen).items()
-        if key in seen.before and not (p.requires_grad and key in held)
+        if key in seen.before and key not in told and not (p.requires_grad and key in held)
     }
     if not rest:
         raise NotJudged("every parameter is trained")

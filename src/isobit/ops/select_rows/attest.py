@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from isobit import bits
-from isobit.ops.attesting import Call
-from isobit.ops.attesting import wide_values
+from isobit.ops.attesting import Call, wide_values
 from isobit.ops.select_rows import portable
 
 # (shape of x, chosen rows): first and last row out of order; none; all of them backwards.

@@ -97,3 +97,5 @@ SCORING_HEADS: dict[str, tuple[str, str]] = {
     "63fb572072b976a2": ("modeling_layers.GenericForSequenceClassification", "samples"),
     "6c94bbf30de817d2": ("modeling_layers.GenericForTokenClassification", "tokens"),
 }
+# PEFT's: the formula of [Note: adapters next to a weight].
+LORA: dict[str, str] = {"fe3eb9f4a0b5f20c": "peft.tuners.lora.layer.Linear"}

@@ -25,6 +25,26 @@ class Siblings:
     def __init__(self, layers: tuple[nn.Linear, ...], groups: int) -> None:
         self.layers, self.groups = layers, groups
 
+    def compute(self, x: Tensor, layers: tuple[nn.Linear, ...]) -> tuple[Tensor, ...]:
+        """Return the outputs of some of the layers, as one operator."""
+        return share_input(x, layers, self.groups)
+
+    def output_of(self, layer: nn.Linear, x: Tensor) -> Tensor:
+        """Return the output of one layer; the first that is called with x computes all of them."""
+        pending = current_layout().pending
+        held: Round | None = pending.get(self)
+        if held is None or layer not in held.left:
+            held = pending[self] = Round([], list(self.layers))
+        outputs = next((made for of, made in held.made if of is x), None)
+        if outputs is None:  # also where a hook changed the input of this layer, or of an earlier one
+            made = self.compute(x, tuple(held.left))
+            outputs = dict(zip(held.left, made, strict=True))
+            held.made.append((x, outputs))
+        held.left.remove(layer)
+        if not held.left:
+            del pending[self]
+        return outputs[layer]
+
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, Siblings)
@@ -39,6 +59,8 @@ class Siblings:
 
 def base_linear(module: Any) -> nn.Linear | None:
     """Return the linear layer that a child computes with the composite's own input, or None if it is none."""
+    if is_lora(module):
+        module = module.base_layer
     if isinstance(module, nn.Module) and plain_type(module) is nn.Linear:
         return cast(nn.Linear, module)
     if isinstance(module, nn.Linear) and is_registered(module):
@@ -52,23 +74,15 @@ def is_registered(module: nn.Module) -> bool:
     return formula is not None and formula.name == "linear"
 
 
+def is_lora(module: Any) -> bool:
+    """Return whether this is a linear layer that PEFT wrapped with LoRA."""
+    kind = type(module)
+    return kind.__module__ == "peft.tuners.lora.layer" and kind.__name__ == "Linear"
+
+
 def forward_linear(siblings: Siblings | None, module: nn.Linear, x: Tensor) -> Tensor:
     """Compute a linear layer; with siblings, the first that is called with x computes all of them."""
-    if siblings is None:
-        return alone(module, x)
-    pending = current_layout().pending
-    held: Round | None = pending.get(siblings)
-    if held is None or module not in held.left:
-        held = pending[siblings] = Round([], list(siblings.layers))
-    outputs = next((made for of, made in held.made if of is x), None)
-    if outputs is None:  # also where a hook changed the input of this layer, or of an earlier one
-        made = share_input(x, tuple(held.left), siblings.groups)
-        outputs = dict(zip(held.left, made, strict=True))
-        held.made.append((x, outputs))
-    held.left.remove(module)
-    if not held.left:
-        del pending[siblings]
-    return outputs[module]
+    return alone(module, x) if siblings is None else siblings.output_of(module, x)
 
 
 class Round(NamedTuple):
@@ -90,7 +104,7 @@ def alone(module: nn.Linear, x: Tensor) -> Tensor:
 def share_input(x: Tensor, layers: tuple[nn.Linear, ...], groups: int) -> tuple[Tensor, ...]:
     """Compute linear layers that share x as one operator, because dX is one sum; `groups` are of the unsplit layers."""
     weights = tuple(layer.weight for layer in layers)
-    # All or none: `make_siblings` raises otherwise.
+    # All or none: `find_layers` raises otherwise.
     biases = None if layers[0].bias is None else tuple(layer.bias for layer in layers)
     samples, tp_group = current_layout().samples, tp_group_of(layers[0])
     if tp_group is not None:
@@ -113,8 +127,10 @@ def wants_gradient(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
-def make_siblings(name: str, parent: Any, children: tuple[str, ...]) -> Siblings:
-    """Return the siblings of a composite, with the groups of their common dX."""
+def find_layers(
+    name: str, parent: Any, children: tuple[str, ...]
+) -> tuple[tuple[nn.Linear, ...], int]:
+    """Return the layers of a composite that share an input, and the groups of their common dX."""
     layers = []
     for child in children:
         layer = base_linear(getattr(parent, child))
@@ -126,7 +142,7 @@ def make_siblings(name: str, parent: Any, children: tuple[str, ...]) -> Siblings
             received=f"on some, in {name}",
             remedy="add biases of zeros",
         )
-    return Siblings(tuple(layers), count_groups(parent, children, layers))
+    return tuple(layers), count_groups(parent, children, layers)
 
 
 def count_groups(parent: Any, children: tuple[str, ...], layers: list[nn.Linear]) -> int:
