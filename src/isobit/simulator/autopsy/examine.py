@@ -58,8 +58,23 @@ class Autopsy:
 def examine(folder: Path) -> Autopsy:
     """Read the dumps of a folder and find the cause of the hang.
 
+    Args:
+        folder: A folder with the files of torch's flight recorder, one per rank.
+
+    Returns:
+        The cause, the calls in progress and the last call of each rank.
+
     Raises:
         ArgumentError: If the folder has no dump that can be read.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from isobit.simulator import examine
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     examine(Path(folder))
+        Traceback (most recent call last):
+        isobit.errors.ArgumentError: ...
     """
     evidence = collect(folder)
     history = History(evidence.dumps, evidence.broken)
