@@ -72,9 +72,11 @@ def examine(folder: Path) -> Autopsy:
         >>> from pathlib import Path
         >>> from isobit.simulator import examine
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     examine(Path(folder))
-        Traceback (most recent call last):
-        isobit.errors.ArgumentError: ...
+        ...     try:
+        ...         examine(Path(folder))
+        ...     except isobit.ArgumentError as error:
+        ...         print(error.expected.partition(",")[0])
+        dumps of torch's flight recorder
     """
     evidence = collect(folder)
     history = History(evidence.dumps, evidence.broken)
