@@ -31,6 +31,13 @@ class TrainingConfig:
         warmup_steps: Steps over which the learning rate rises.
         sequence_length: Tokens per sequence.
         parameters: The number of parameters of the model.
+
+    Example:
+        >>> from isobit.guards import TrainingConfig
+        >>> sizes = {"sequences": 22_079, "batch_size": 4, "accumulation": 128, "epochs": 1}
+        >>> sizes |= {"max_steps": 5000, "warmup_steps": 2000, "sequence_length": 1024}
+        >>> TrainingConfig(**sizes, parameters=370_000_000).max_steps
+        5000
     """
 
     sequences: int

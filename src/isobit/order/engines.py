@@ -95,8 +95,15 @@ def tensor_core(engine: str, dtype: str = "bf16") -> Engine:
 
     Factors are values of that type, the accumulator is a value of fp32. A NaN stands for the bits 0x7FFFFFFF.
 
+    Args:
+        engine: A name such as "tc25x16".
+        dtype: The type of the operands.
+
+    Returns:
+        The function that adds one group of products.
+
     Example:
-        >>> from isobit.order.engines import tensor_core
+        >>> from isobit.order import tensor_core
         >>> ones = [(2.0**-25, 1.0)] * 8
         >>> tensor_core("tc24x8")(1.0, ones), tensor_core("tc25x16")(1.0, ones)
         (1.0, 1.000000238418579)

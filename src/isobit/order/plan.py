@@ -59,7 +59,12 @@ def cut_into_leaves(start: int, length: int, fold: bool) -> Segment:
 
 @dataclass(frozen=True)
 class FeaturePlan:
-    """The plan of a feature axis: the K of a product, the N of its input gradient, a hidden size, a vocabulary."""
+    """The plan of a feature axis: the K of a product, the N of its input gradient, a hidden size, a vocabulary.
+
+    Example:
+        >>> isobit.order.FeaturePlan(4096).count, isobit.order.FeaturePlan(12288).length
+        (8, 1536)
+    """
 
     extent: int
 

@@ -51,7 +51,20 @@ class Node:
 
 
 def find_roots(first: int, stop: int) -> tuple[Node, ...]:
-    """Return the largest subtrees that tile segments [first, stop): what a share can merge by itself."""
+    """Return the largest subtrees that tile segments [first, stop): what a share can merge by itself.
+
+    Args:
+        first: The first segment.
+        stop: The segment after the last.
+
+    Returns:
+        The roots of the subtrees, from left to right.
+
+    Example:
+        >>> from isobit.order import find_roots
+        >>> [root.level for root in find_roots(1, 4)]
+        [0, 1]
+    """
     roots: list[Node] = []
     for segment in range(first, stop):
         roots.append(Node(0, segment))
@@ -76,7 +89,20 @@ class Counter(list[tuple[Node, Value]]):
 
 
 def merge(values: Sequence[Value], add: Callable[[Value, Value], Value]) -> Value:
-    """Merge all segments of a whole extent, a power of two of them, into one value."""
+    """Merge all segments of a whole extent, a power of two of them, into one value.
+
+    Args:
+        values: A value per segment.
+        add: Adds two neighbours, the left one first.
+
+    Returns:
+        The value of the whole extent.
+
+    Example:
+        >>> from isobit.order import merge
+        >>> merge(["a", "b", "c", "d"], lambda left, right: f"({left}+{right})")
+        '((a+b)+(c+d))'
+    """
     counter: Counter[Value] = Counter(add)
     for index, value in enumerate(values):
         counter.push(Node(0, index), value)

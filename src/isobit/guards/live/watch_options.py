@@ -25,6 +25,10 @@ class Intervals:
         metrics: Steps between metrics of the loss, the gradient norm (of steps that read all gradients) and the
             learning rates.
         patience: Steps after which a parameter that never had a gradient, or only zeros, is reported.
+
+    Example:
+        >>> isobit.guards.Intervals(gradients=1).weights
+        100
     """
 
     weights: int = 100
@@ -42,6 +46,10 @@ class Resume:
         digest: What `state_digest` returned when the checkpoint was saved.
         weights: Tensors of a checkpoint by name: those that the model has must have the same bits before the first
             step.
+
+    Example:
+        >>> isobit.guards.Resume(first_step=500).digest is None
+        True
     """
 
     first_step: int = 0
@@ -59,6 +67,10 @@ class Replicas:
             parameters, all ranks. Without it, ranks do not skip for a loss that diverges, which is one rank's own.
         tensor_group: The ranks of a tensor-parallel group: what `replicated_tensors` returns is compared there.
         sharded: Patterns of names that are sharded by hand, for `replicated_tensors`.
+
+    Example:
+        >>> isobit.guards.Replicas(every=100).group is None
+        True
     """
 
     every: int | None = None

@@ -288,8 +288,25 @@ class Autopsy:
 def examine(folder: Path) -> Autopsy:
     """Read the dumps of a folder and find the cause of the hang.
 
+    Args:
+        folder: A folder with the files of torch's flight recorder, one per rank.
+
+    Returns:
+        The cause, the calls in progress and the last call of each rank.
+
     Raises:
         ArgumentError: If the folder has no dump that can be read.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from isobit.simulator import examine
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     try:
+        ...         examine(Path(folder))
+        ...     except isobit.ArgumentError as error:
+        ...         print(error.expected.partition(",")[0])
+        dumps of torch's flight recorder
     """
     evidence = collect(folder)
     history = History(evidence.dumps, evidence.broken)
