@@ -3,7 +3,7 @@
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from isobit.auditing.orders.order_targets import reveal_both
+from isobit.auditing.orders.order_pictures import reveal_both
 from isobit.auditing.replay.call import Call
 
 NAMES = ("batch of 8", "alone")

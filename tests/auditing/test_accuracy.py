@@ -4,8 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from isobit.auditing.judging.accuracy import explain
-from isobit.auditing.judging.sensitivity import sensitivity
+from isobit.auditing.judging.accuracy import explain, sensitivity
 from isobit.auditing.records import ERROR, ORDER, RANDOM
 from isobit.auditing.replay.call import Call
 

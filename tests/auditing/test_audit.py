@@ -11,8 +11,7 @@ from torch import nn
 import isobit
 from isobit.auditing.records import AXES
 from isobit.auditing.report.json import audit_from_json
-from isobit.auditing.script_capture import capture_call
-from isobit.auditing.subjects import read_samples
+from isobit.auditing.subjects import capture_call, read_samples
 from isobit.cli.main import main
 from isobit.errors import ArgumentError
 

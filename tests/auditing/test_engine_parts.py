@@ -13,8 +13,7 @@ from isobit.auditing.judging.effects import Quantity, choose, outputs_of
 from isobit.auditing.labels.labels import EVERY, Labels, Rows, cut
 from isobit.auditing.replay.call import TensorSpec, flatten, results_of, written_by
 from isobit.auditing.replay.merging import Parts, is_sum_of_samples, merge_parts
-from isobit.auditing.replay.playing import Keeper, Player
-from isobit.auditing.replay.replay import has_no_overlap, settle
+from isobit.auditing.replay.replay import Keeper, Player, has_no_overlap, settle
 from isobit.gates.model.models import build_model
 from isobit.library.audit.clean import text
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import isobit
 import tests.auditing.planted_operators  # noqa: F401 (it registers isobit_planted)
-from isobit.auditing.orders.order_targets import reveal_both
+from isobit.auditing.orders.order_pictures import reveal_both
 from isobit.auditing.replay.call import Call, spec_of
 from isobit.order.addition import chain, digest
 from isobit.reveal import order, targets

@@ -10,10 +10,15 @@ import pytest
 import isobit
 from isobit.auditing.records import AXES, FirstDifference, Place, Skipped, Unjudged
 from isobit.auditing.report.json import audit_from_json
-from isobit.auditing.report.layers import COLUMNS, families_of, in_words, layers_of, level_of
-from isobit.auditing.report.operator import show_bits
-from isobit.auditing.report.page import DETAILED, write_audit_page
-from isobit.auditing.report.strip import draw_strip
+from isobit.auditing.report.page import DETAILED, show_bits, write_audit_page
+from isobit.auditing.report.strip import (
+    COLUMNS,
+    draw_strip,
+    families_of,
+    in_words,
+    layers_of,
+    level_of,
+)
 from tests.report import fake_audits as fakes
 from tests.reveal.kernels import chain, target_of
 

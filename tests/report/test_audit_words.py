@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from isobit.auditing.records import Accuracy, Place, Skipped, Unjudged
-from isobit.auditing.report.figures import magnitude, percent, ratio
-from isobit.auditing.report.sentence import conclude, conclude_axis, tone
+from isobit.auditing.report.sentence import conclude, conclude_axis, magnitude, percent, ratio, tone
 from isobit.auditing.report.text import describe_audit
 from tests.report import fake_audits as fakes
 

@@ -12,9 +12,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from isobit import bits
+from isobit.auditing.axes.axes import SEED, Variation, same_start
 from isobit.auditing.axes.outcomes import Outcomes
 from isobit.auditing.axes.row_watching import RowWatcher
-from isobit.auditing.axes.variation import SEED, Variation, same_start
 from isobit.auditing.compiled_code import NOT_WATCHED, compiled_module, run_eagerly
 from isobit.auditing.judging.blame import Blame, as_records, rank
 from isobit.auditing.judging.effects import Quantity, check_effect, measure, outputs_of
@@ -23,11 +23,8 @@ from isobit.auditing.judging.remedies import remedy_for
 from isobit.auditing.labels.labels import MIXED
 from isobit.auditing.orders.order_pictures import add_orders
 from isobit.auditing.records import AxisReport, Effect, Guilty, Unjudged
-from isobit.auditing.replay.exactness import is_exact
 from isobit.auditing.replay.places import Places
-from isobit.auditing.replay.playing import Keeper, Kept, Player
-from isobit.auditing.replay.recording import Key, Recorder
-from isobit.auditing.replay.substituting import Substituter
+from isobit.auditing.replay.replay import Keeper, Kept, Key, Player, Recorder, Substituter, is_exact
 from isobit.auditing.replay.watching import SameWatcher, Watcher
 
 Progress = Callable[[str, int, int], None]

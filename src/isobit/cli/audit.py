@@ -16,9 +16,9 @@ from isobit.auditing.report.json import audit_as_json
 from isobit.auditing.report.page import write_audit_page
 from isobit.auditing.report.sarif import audit_as_sarif
 from isobit.auditing.report.text import describe_audit
-from isobit.auditing.script_capture import capture_call
 from isobit.auditing.subjects import (
     batch_of,
+    capture_call,
     from_factory,
     from_transformers,
     random_tokens,

@@ -8,9 +8,8 @@ import torch
 from torch import nn
 
 from isobit.auditing.axes import collectives
-from isobit.auditing.axes.axes import NotApplicableError
-from isobit.auditing.axes.gradients import GRADIENT, Backward, gradient_quantity
-from isobit.auditing.axes.variation import VariantCall, Variation, same_start
+from isobit.auditing.axes.axes import NotApplicableError, VariantCall, Variation, same_start
+from isobit.auditing.axes.outcomes import GRADIENT, Backward, gradient_quantity
 from isobit.auditing.inputs import Inputs
 from isobit.auditing.judging.effects import measure, outputs_of
 from isobit.auditing.labels.labels import Rows

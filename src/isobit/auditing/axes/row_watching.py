@@ -7,16 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
-from isobit.auditing.labels.following import Follower
+from isobit.auditing.labels.following import Follower, with_written_rows
 from isobit.auditing.labels.labels import LOST, Known, Ledger, Marks, Rows
-from isobit.auditing.labels.placing import with_written_rows
 from isobit.auditing.records import Place
 from isobit.auditing.replay.call import operator_name, without_rows
-from isobit.auditing.replay.exactness import is_exact
 from isobit.auditing.replay.merging import MIXED_OURS, is_ours
 from isobit.auditing.replay.places import Places
-from isobit.auditing.replay.recording import Entry, Key
-from isobit.auditing.replay.replay import Again, OfParts, Replay
+from isobit.auditing.replay.replay import Again, Entry, Key, OfParts, Replay, is_exact
 from isobit.auditing.replay.watching import Judged, Watcher, first_line
 
 

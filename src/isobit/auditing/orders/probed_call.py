@@ -7,7 +7,10 @@ only the layout was kept are 0.
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +25,61 @@ from isobit.auditing.replay.call import (
     unflatten,
 )
 from isobit.errors import RevealError
+from isobit.reveal.targets.tensor_target import TensorTarget
+
+# Where the terms of one element of a result are; see [Note: how terms are found] in sum_finder.py.
+
+Index = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Addend:
+    """An input of which the element adds one entry to the sum, such as a bias.
+
+    Attributes:
+        at: its flat position.
+        entry: the entry.
+        places: per dimension of the input, the dimension of the result that it moves along.
+    """
+
+    at: int
+    entry: Index
+    places: dict[int, int]
+
+
+@dataclass(frozen=True)
+class FoundSum:
+    """The terms of one element of a result.
+
+    Attributes:
+        carrier: the flat position of the input that holds the terms.
+        output: the index of the result among the floating-point results.
+        element: the element that is read.
+        first: one entry of the carrier that it adds.
+        members: per summed dimension of the carrier, the indices that are added.
+        places: per other dimension of the carrier, the dimension of the result that it moves along.
+        whole: whether all entries of the summed dimensions are added.
+        gain: the element's value if one term is 1.
+        factor: flat position and dimension of the other factor of each term, if products are summed.
+        addend: an input of which one entry is added too.
+    """
+
+    carrier: int
+    output: int
+    element: Index
+    first: Index
+    members: dict[int, Sequence[int]]
+    places: dict[int, int]
+    whole: bool
+    gain: float
+    factor: tuple[int, int] | None = None
+    addend: Addend | None = None
+
+    @property
+    def n(self) -> int:
+        """The number of terms."""
+        return math.prod(len(indices) for indices in self.members.values())
+
 
 ALIGNMENT = 64  # bytes: a fresh tensor begins where the recorded one does, modulo this
 
@@ -208,3 +266,122 @@ def _allocate(like: Tensor) -> Tensor:
 
 def _equal(a: Tensor, b: Tensor) -> bool:
     return bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+# Which elements of a result are probed in one call, and where their terms are.
+
+MOST_TERMS = 1 << 24  # of all places together: more would take long to write
+ENOUGH_PLACES = 16  # with fewer, the rows of other samples are probed too
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A dimension of the carrier whose entries belong to different elements of the result.
+
+    Attributes:
+        dim: the carrier's dimension.
+        along: the result's dimension.
+        entries: indices of the carrier.
+        offset: an element's index minus its entry's.
+        at: the position in `entries` of the element that is asked for.
+    """
+
+    dim: int
+    along: int
+    entries: range
+    offset: int
+    at: int
+
+    @property
+    def elements(self) -> range:
+        """Indices of the result."""
+        return range(self.entries.start + self.offset, self.entries.stop + self.offset)
+
+
+@dataclass(frozen=True)
+class CallTarget:
+    """A target made of a call.
+
+    Attributes:
+        target: what is revealed.
+        element: the element of the result that is read.
+        axes: the places that are probed.
+    """
+
+    target: TensorTarget
+    element: Index
+    axes: tuple[Axis, ...]
+
+    @property
+    def own(self) -> bool:
+        """Whether all places belong to one sample: none lies along the result's first dimension."""
+        return all(axis.along != 0 for axis in self.axes)
+
+    def unlike_element(self) -> Index | None:
+        """Return an element of the same sample that is added in another order, if probing found one."""
+        alike = set(self.target.alike().tolist())
+        others = (place for place in range(len(self.target.terms)) if place not in alike)
+        place = next(others, None) if self.own else None
+        if place is None:
+            return None
+        element = list(self.element)
+        for axis in reversed(self.axes):
+            element[axis.along] = axis.elements[place % len(axis.entries)]
+            place //= len(axis.entries)
+        return tuple(element)
+
+
+def choose_axes(found: FoundSum, carrier: Tensor, out: Tensor) -> list[Axis]:
+    """Choose the places that are probed: those of the same sample if there are enough, else all."""
+    axes = []
+    for dim, along in found.places.items():
+        offset = found.element[along] - found.first[dim]
+        entries = range(max(0, -offset), min(carrier.shape[dim], out.shape[along] - offset))
+        axes.append(Axis(dim, along, entries, offset, found.first[dim] - entries.start))
+    own = [axis for axis in axes if axis.along != 0]
+    if count_places(own) >= min(ENOUGH_PLACES, found.n):
+        axes = own
+    return _limit(axes, max(MOST_TERMS // found.n, 1))
+
+
+def _limit(axes: list[Axis], most: int) -> list[Axis]:
+    """Narrow axes to at most so many places, around the one that is asked for. The call is not narrowed."""
+    kept = []
+    for axis in sorted(axes, key=lambda axis: -len(axis.entries)):
+        count = min(len(axis.entries), max(most, 1))
+        most //= count
+        start = min(max(axis.at - count // 2, 0), len(axis.entries) - count)
+        entries = axis.entries[start : start + count]
+        kept.append(Axis(axis.dim, axis.along, entries, axis.offset, axis.at - start))
+    return kept
+
+
+def count_places(axes: Sequence[Axis]) -> int:
+    """Return the number of places."""
+    return math.prod(len(axis.entries) for axis in axes)
+
+
+def place_of(axes: Sequence[Axis]) -> int:
+    """Return the number of the place that is asked for."""
+    place = 0
+    for axis in axes:
+        place = place * len(axis.entries) + axis.at
+    return place
+
+
+def view_of(tensor: Tensor, at: Index, ranges: Mapping[int, range], order: Sequence[int]) -> Tensor:
+    """Return the part of a tensor with these ranges, its dimensions in this order; the others are fixed at `at`."""
+    kept = list(range(tensor.dim()))
+    for dim in reversed(range(tensor.dim())):
+        if dim in ranges:
+            tensor = tensor.narrow(dim, ranges[dim].start, len(ranges[dim]))
+        else:
+            tensor = tensor.select(dim, at[dim])
+            kept.remove(dim)
+    return tensor.permute([kept.index(dim) for dim in order])
+
+
+def read_places(out: Tensor, element: Index, axes: Sequence[Axis]) -> Tensor:
+    """Return the elements of all places of a result, [places], on the CPU."""
+    ranges = {axis.along: axis.elements for axis in axes}
+    return view_of(out, element, ranges, [axis.along for axis in axes]).reshape(-1).cpu()

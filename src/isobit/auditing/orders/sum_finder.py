@@ -19,8 +19,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from isobit.auditing.orders.found_sum import Addend, FoundSum, Index
-from isobit.auditing.orders.probed_call import ProbedCall
+from isobit.auditing.orders.probed_call import Addend, FoundSum, Index, ProbedCall
 
 NEARLY = 0.02  # relative: a 16-bit result rounds a count by less than this
 

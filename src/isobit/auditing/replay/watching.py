@@ -18,7 +18,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from isobit.auditing.judging.accuracy import explain
-from isobit.auditing.judging.findings import Comparison, Finding, compare, merge
+from isobit.auditing.judging.findings import (
+    ByResult,
+    Comparison,
+    Finding,
+    Reads,
+    Totals,
+    compare,
+    merge,
+)
 from isobit.auditing.labels.labels import MIXED, Known, Ledger, Marks
 from isobit.auditing.records import Place, Unjudged
 from isobit.auditing.replay.call import (
@@ -31,13 +39,17 @@ from isobit.auditing.replay.call import (
     without_rows,
     written_by,
 )
-from isobit.auditing.replay.exactness import computes, is_compared, is_exact
 from isobit.auditing.replay.merging import MIXED_OURS, Parts, merge_parts
 from isobit.auditing.replay.places import Places
-from isobit.auditing.replay.recording import Key, Numbering
-from isobit.auditing.replay.replay import Again, SameCall
-from isobit.auditing.replay.totals import Totals
-from isobit.auditing.several_results import ByResult, Reads
+from isobit.auditing.replay.replay import (
+    Again,
+    Key,
+    Numbering,
+    SameCall,
+    computes,
+    is_compared,
+    is_exact,
+)
 
 
 class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]

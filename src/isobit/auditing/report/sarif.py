@@ -8,15 +8,15 @@ from typing import Any
 from urllib.parse import quote
 
 from isobit.auditing.records import ORDER, Audit, AxisReport, Guilty
-from isobit.auditing.report.figures import (
+from isobit.auditing.report.sentence import (
     changed,
+    conclude_axis,
     depends,
     describe_kind,
     errors_of,
     percent,
     ulps_of,
 )
-from isobit.auditing.report.sentence import conclude_axis
 from isobit.foundation.plain_text import one_line
 from isobit.report.junit_sarif import SARIF
 from isobit.report.markup import facts_of

@@ -6,7 +6,8 @@ import textwrap
 from collections.abc import Sequence
 
 from isobit.auditing.records import Audit, AxisReport
-from isobit.auditing.report.figures import (
+from isobit.auditing.report.sentence import (
+    conclude,
     counted,
     cumulated,
     differing,
@@ -17,7 +18,6 @@ from isobit.auditing.report.figures import (
     ulps_of,
     unjudged_by_reason,
 )
-from isobit.auditing.report.sentence import conclude
 from isobit.foundation.plain_text import one_line
 
 BLAMED, REASONS = 20, 8  # rows per axis
