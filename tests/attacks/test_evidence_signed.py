@@ -9,8 +9,7 @@ import pytest
 from blake3 import blake3
 
 from isobit.cli import main
-from isobit.contracts.store.evidence import Evidence
-from isobit.contracts.store.evidence_file import Finding
+from isobit.contracts.store.evidence import Evidence, Finding
 from isobit.contracts.workspace import Workspace
 from isobit.foundation.records import ClaimRecord, Planted
 from tests.attacks.judged_place import CONTRACT, PLANTED, places

@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from isobit.contracts.language.contract import Claim, Contract, Obligation, ProofPlan
-from isobit.contracts.store.evidence import Evidence
-from isobit.contracts.store.evidence_file import Finding
+from isobit.contracts.store.evidence import Evidence, Finding
 from isobit.foundation.records import ClaimRecord, Planted, Proof
 
 DIGEST = "0123456789abcdef" * 2

@@ -19,9 +19,8 @@ import torch.nn.functional as F
 from benchmarks.judged_kernels import records_of
 from isobit.cli import main
 from isobit.cli.check import chosen
-from isobit.contracts.judge.binding import bind, on_device, plant
-from isobit.contracts.judge.sabotage_trials import try_one
-from isobit.contracts.judge.verify import verify_contract
+from isobit.contracts.judge.bound import bind, on_device, plant
+from isobit.contracts.judge.verify import try_one, verify_contract
 from isobit.contracts.options import Options
 from isobit.contracts.store.tree import library
 from isobit.library.any_kernel.kernel_call import operator_of

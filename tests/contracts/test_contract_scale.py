@@ -6,8 +6,7 @@ import sys
 
 import pytest
 
-from isobit.contracts.store.evidence import Evidence
-from isobit.contracts.store.evidence_file import Finding
+from isobit.contracts.store.evidence import Evidence, Finding
 from isobit.contracts.workspace import Workspace
 from tests.contracts.written_contracts import record_of, write
 

@@ -3,7 +3,7 @@
 import json
 import re
 
-from isobit.contracts.language import yaml_text
+from isobit.contracts.language import grammar
 from isobit.contracts.language.load import json_schema, parse_contract
 from isobit.contracts.store.sources import ROOT
 from tests.contracts.test_language import SMALL
@@ -87,7 +87,7 @@ def test_the_schema_accepts_what_the_loader_accepts():
     assert ours
     for text in (SMALL, *ours):
         parse_contract(text, "x")
-        assert accepts(schema, yaml_text.read_yaml(text, "x").plain()) == ""
+        assert accepts(schema, grammar.read_yaml(text, "x").plain()) == ""
 
 
 def test_the_schema_refuses_misspelt_keys():
@@ -98,4 +98,4 @@ def test_the_schema_refuses_misspelt_keys():
         ("relation: accurate", "relation: acurate"),
         ("owner: me, ", ""),
     ):
-        assert accepts(schema, yaml_text.read_yaml(SMALL.replace(old, new, 1), "x").plain())
+        assert accepts(schema, grammar.read_yaml(SMALL.replace(old, new, 1), "x").plain())

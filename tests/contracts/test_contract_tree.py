@@ -7,9 +7,8 @@ import pytest
 
 from isobit.contracts.options import Options
 from isobit.contracts.store import tree as tree_module
-from isobit.contracts.store.evidence_file import Finding
-from isobit.contracts.store.python_imports import imports_of
-from isobit.contracts.store.sources import find_file
+from isobit.contracts.store.evidence import Finding
+from isobit.contracts.store.sources import find_file, imports_of
 from isobit.contracts.store.tree import Tree, find_contracts
 from isobit.contracts.workspace import Workspace
 from isobit.errors import ContractError

@@ -86,7 +86,7 @@ WRITER = """
 import sys
 from pathlib import Path
 from isobit.contracts.store.evidence import Evidence
-from isobit.contracts.store.evidence_file import Finding
+from isobit.contracts.store.evidence import Finding
 from isobit.foundation.records import ClaimRecord
 home, start = Path(sys.argv[1]), int(sys.argv[2])
 evidence = Evidence(home)

@@ -15,7 +15,7 @@ import pytest
 from isobit.cli.main import main
 from isobit.contracts.language.load import json_schema, parse_contract
 from isobit.contracts.store import ladder
-from isobit.contracts.store.evidence_file import LINE
+from isobit.contracts.store.evidence import LINE
 from isobit.errors import ContractError
 from isobit.foundation.records import ClaimRecord
 from tests.contracts.test_contract_schema import accepts

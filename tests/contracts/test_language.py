@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from isobit.contracts.language import yaml_text
+from isobit.contracts.language import grammar
 from isobit.contracts.language.load import load_contract, parse_contract
 from isobit.errors import ContractError
 
@@ -224,12 +224,12 @@ def test_both_parsers_of_yaml_give_the_same(monkeypatch):
     import yaml
 
     quick = parse_contract(SMALL, "half")
-    monkeypatch.setattr(yaml_text, "LOADER", yaml.SafeLoader)
+    monkeypatch.setattr(grammar, "LOADER", yaml.SafeLoader)
     assert parse_contract(SMALL, "half") == quick
 
 
 def test_words_are_words():
-    plain = yaml_text.read_yaml(
+    plain = grammar.read_yaml(
         "{a: no, b: on, c: 2027-01-31, d: 0x1f, e: 1_000, f: 012, g: '1', h: ~, i: False}", "x"
     ).plain()
     expected = {

@@ -20,7 +20,7 @@ import pytest
 import isobit
 from isobit.cli import main
 from isobit.contracts.judge import cases
-from isobit.contracts.judge.binding import bind
+from isobit.contracts.judge.bound import bind
 from isobit.contracts.judge.cases import find_breach
 from isobit.contracts.judge.tally import Tally
 from isobit.contracts.judge.verify import verify_contract

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from isobit.contracts.judge.bound import Bound
-from isobit.contracts.judge.replay import replay
+from isobit.contracts.judge.cases import replay
 from isobit.contracts.judge.sabotage import LIBRARY
 from isobit.contracts.judge.verify import verify_contract
 from isobit.contracts.language.load import parse_contract

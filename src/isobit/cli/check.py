@@ -19,9 +19,8 @@ from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import make_console, say_json
 from isobit.cli.verify import claims_table
 from isobit.contracts.authoring.explain import explain
-from isobit.contracts.judge.binding import bind, named_function, plant
-from isobit.contracts.judge.sabotage_trials import try_one
-from isobit.contracts.judge.verify import verify_contract
+from isobit.contracts.judge.bound import bind, named_function, plant
+from isobit.contracts.judge.verify import try_one, verify_contract
 from isobit.contracts.language.contract import Contract
 from isobit.contracts.language.load import load_contract
 from isobit.contracts.options import Options

@@ -8,8 +8,7 @@ from typing import Any
 
 from isobit.cli.contract_options import open_workspace
 from isobit.cli.terminal import say
-from isobit.contracts.authoring.scaffold import scaffold
-from isobit.contracts.authoring.stubs import write_stubs
+from isobit.contracts.authoring.scaffold import scaffold, write_stubs
 from isobit.errors import ArgumentError
 from isobit.foundation import files
 

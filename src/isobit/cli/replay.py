@@ -33,8 +33,8 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Judge the case, and print the counts and the first difference."""
-    from isobit.contracts.judge.binding import named_function
-    from isobit.contracts.judge.replay import replay
+    from isobit.contracts.judge.bound import named_function
+    from isobit.contracts.judge.cases import replay
     from isobit.contracts.store.sources import is_interpreted
     from isobit.library.any_kernel.kernel_run import running_kernels
 

@@ -20,7 +20,7 @@ from isobit.cli.contract_options import (
 )
 from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import make_console, say_json
-from isobit.contracts.store.signing import read_public
+from isobit.contracts.store.evidence import read_public
 from isobit.contracts.store.tree import Broken
 from isobit.contracts.workspace import Workspace
 from isobit.foundation.records import RUNGS, ContractStatus

@@ -39,9 +39,8 @@ from isobit.contracts.language.schema import LEVELS
 from isobit.contracts.options import Options
 from isobit.contracts.report.page import draw_contracts
 from isobit.contracts.store import ladder
-from isobit.contracts.store.facts import Entry
-from isobit.contracts.store.signing import read_private
-from isobit.contracts.store.tree import Broken
+from isobit.contracts.store.evidence import read_private
+from isobit.contracts.store.tree import Broken, Entry
 from isobit.contracts.workspace import Workspace, verdict_at
 from isobit.errors import ArgumentError
 from isobit.foundation import files

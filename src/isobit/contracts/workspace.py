@@ -12,12 +12,10 @@ from blake3 import blake3
 from isobit.contracts.judge.run import judge_entries
 from isobit.contracts.options import THOROUGH, Options
 from isobit.contracts.store import ladder
-from isobit.contracts.store.evidence import Evidence, merge_records
-from isobit.contracts.store.evidence_file import Finding
-from isobit.contracts.store.facts import Entry
+from isobit.contracts.store.evidence import Evidence, Finding, merge_records
 from isobit.contracts.store.shipped import ShippedEvidence
 from isobit.contracts.store.sources import INTERPRET, engine_variables, machine
-from isobit.contracts.store.tree import HOME, Tree
+from isobit.contracts.store.tree import HOME, Entry, Tree
 from isobit.errors import ContractError, IsobitError, in_one_line
 from isobit.foundation.records import ClaimRecord, ContractStatus
 

@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from isobit.contracts.language.contract import Claim, Contract, Equation, Inputs, Obligation, Params
-from isobit.contracts.language.sabotage_names import default_sabotage
+from isobit.contracts.language.contract import (
+    Claim,
+    Contract,
+    Equation,
+    Inputs,
+    Obligation,
+    Params,
+    default_sabotage,
+)
 from isobit.contracts.store.ladder import contract_level, contract_verdict
 from isobit.foundation.records import RUNGS, ClaimRecord, ContractStatus, Section
 

@@ -7,9 +7,8 @@ import datetime
 from collections.abc import Iterator
 from pathlib import Path
 
-from isobit.contracts.language.contract import Contract
+from isobit.contracts.language.contract import LIBRARY_NAMES, Contract, has_default
 from isobit.contracts.language.grammar import suggest
-from isobit.contracts.language.sabotage_names import LIBRARY_NAMES, has_default
 from isobit.contracts.store.ladder import unlinked
 from isobit.contracts.store.sources import find_file, installed_version
 from isobit.contracts.store.tree import Tree, missing

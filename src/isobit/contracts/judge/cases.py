@@ -2,24 +2,259 @@
 
 from __future__ import annotations
 
+import json
+import random
 import re
+import shlex
+import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from isobit import bits
-from isobit.contracts.judge.bound import Bound
-from isobit.contracts.judge.compiled_code import certified
-from isobit.contracts.judge.integers_search import examine_integers, search_integers
-from isobit.contracts.judge.recipes import Case, Recipe, fixed_recipes
-from isobit.contracts.judge.relations import RELATIONS, refuses
-from isobit.contracts.judge.search import reduce, search
+from isobit.contracts.judge.bound import Bound, bind
+from isobit.contracts.judge.recipes import Case, Recipe, edged, fixed_recipes
+from isobit.contracts.judge.relations import RELATIONS, certified, refuses
 from isobit.contracts.judge.tally import Tally
-from isobit.contracts.language.contract import Claim, Contract
+from isobit.contracts.language.contract import Claim, Contract, Inputs
+from isobit.contracts.options import Options
 from isobit.contracts.store import ladder
+from isobit.contracts.store.ladder import ENOUGH_INPUTS
+from isobit.contracts.store.sources import is_interpreted
+from isobit.contracts.store.tree import library
 from isobit.errors import ContractError, EngineError, in_one_line
+
+# Search many inputs for a counter-example: Hypothesis draws recipes, and each expands to the rows of a call.
+
+# Drawn by index, so that shrinking goes to one row; most draws are large, so that a call has many inputs.
+ROWS = (1, 2, 3, 17, 64, 257, 1024, 1024, 1024, 1024)
+EXAMPLES_A_ROUND = 12
+
+Check = Callable[[Case, Tally], None]
+
+
+class _Breach(AssertionError):
+    """Raised to mark a recipe that breaks the claim."""
+
+
+def search(
+    check: Check,
+    name: str,
+    inputs: Inputs,
+    tally: Tally,
+    seconds: float,
+    enough: int = ENOUGH_INPUTS,
+) -> Recipe | None:
+    """Judge drawn recipes until there are enough inputs; return the smallest that breaks the claim, or None."""
+    hypothesis, recipes = _strategy(name, inputs)
+    smallest: list[Recipe] = []
+    started, rounds = time.monotonic(), 0
+    phases = (hypothesis.Phase.generate, hypothesis.Phase.shrink)
+    settings = hypothesis.settings(
+        max_examples=EXAMPLES_A_ROUND,
+        database=None,
+        deadline=None,
+        phases=phases,
+        suppress_health_check=list(hypothesis.HealthCheck),
+        report_multiple_bugs=False,
+    )
+    while tally.inputs < enough and not smallest and time.monotonic() - started < seconds:
+
+        def attempt(recipe: Recipe) -> None:
+            if smallest and time.monotonic() - started > seconds:
+                return  # the time for shrinking is over: everything left counts as passing
+            found = Tally()
+            check(Case(recipe, inputs), found)
+            if found.differing:
+                smallest[:] = [recipe]
+                raise _Breach(found.first)
+            tally.add(found)
+
+        attempt.__qualname__ = f"round {rounds}"  # a round draws by its name and seed
+        with suppress(_Breach, hypothesis.errors.Flaky):
+            hypothesis.seed(rounds)(settings(hypothesis.given(recipes)(attempt)))()
+        rounds += 1
+    return smallest[0] if smallest else None
+
+
+def reduce(check: Check, recipe: Recipe, inputs: Inputs, seconds: float) -> Recipe:
+    """Shrink a recipe that breaks the claim step by step, for a limited time."""
+    started, changed = time.monotonic(), True
+
+    def breaks(smaller: Recipe) -> bool:
+        found = Tally()
+        check(Case(smaller, inputs), found)
+        return found.differing > 0
+
+    while changed and time.monotonic() - started < seconds:
+        changed = False
+        for smaller in _smaller(recipe, inputs):
+            if time.monotonic() - started < seconds and breaks(smaller):
+                recipe, changed = smaller, True
+                break
+    return recipe
+
+
+def _smaller(recipe: Recipe, inputs: Inputs) -> Iterator[Recipe]:
+    """Yield simpler recipes: plain values, fewer rows, shorter axes, the first seed."""
+    if recipe.edge not in ("", "empty", "single"):
+        yield replace(recipe, edge="")
+    sizes = dict(recipe.sizes)
+    for name, value in recipe.sizes:
+        least = min((v for v in inputs.sizes[name] if v), default=1)
+        tries = [r for r in sorted(set(ROWS)) if r < value] if name == inputs.rows else []
+        tries = tries or [v for v in (least, (least + value) // 2, value - 1) if least <= v < value]
+        for size in tries:
+            yield replace(recipe, sizes=tuple((sizes | {name: size}).items()))
+    if recipe.seed:
+        yield replace(recipe, seed=0)
+
+
+def _strategy(inputs_name: str, inputs: Inputs) -> tuple[Any, Any]:
+    try:
+        import hypothesis
+        from hypothesis import strategies as st
+    except ImportError as error:
+        raise EngineError(
+            expected="Hypothesis, which draws and shrinks inputs for L3",
+            received=str(error),
+            remedy="pip install hypothesis z3-solver bitwuzla python-flint, or use --level L2",
+        ) from None
+
+    def size(name: str) -> Any:
+        if name == inputs.rows:
+            return st.integers(0, len(ROWS) - 1).map(lambda i: ROWS[i])
+        values = [v for v in inputs.sizes[name] if v]
+        return st.integers(min(values, default=1), max(values, default=1))
+
+    def make(dtype: str, sizes: tuple[int, ...], edge: str, seed: int) -> Recipe:
+        recipe = Recipe(
+            inputs_name,
+            dtype,
+            tuple(zip(inputs.sizes, sizes, strict=True)),
+            inputs.values,
+            seed=seed,
+        )
+        return edged(recipe, edge, inputs) if edge else recipe
+
+    return hypothesis, st.builds(
+        make,
+        st.sampled_from(inputs.dtypes),
+        st.tuples(*[size(name) for name in inputs.sizes]),
+        st.one_of(st.just(""), st.sampled_from(("", *(e for e in inputs.edges if e != "empty")))),
+        st.integers(0, 2**16),
+    )
+
+
+# Judge claims about integers on many integers, and shrink counter-examples.
+
+FIXED = 2000
+LARGEST = 10**12
+
+Integers = dict[str, int]
+
+
+def domain_of(bound: Bound) -> dict[str, tuple[int | None, int | None]]:
+    """Return {name: (low, high)}; None is no limit."""
+
+    def limit(name: str, value: Any) -> int | None:
+        if value is None or (isinstance(value, int) and not isinstance(value, bool)):
+            return value
+        raise ContractError(
+            expected=f"integers.{name}: [low, high]",
+            received=repr(value),
+            remedy="use null for none",
+        )
+
+    pairs = bound.claim.params["integers"]
+    return {name: (limit(name, pair[0]), limit(name, pair[1])) for name, pair in pairs.items()}
+
+
+def draw(bound: Bound, count: int, seed: int) -> Iterator[Integers]:
+    """Draw integers of every magnitude, and corners of the domain."""
+    source, domain = random.Random(seed), domain_of(bound)
+
+    def one(low: int | None, high: int | None) -> int:
+        least, most = low if low is not None else -LARGEST, high if high is not None else LARGEST
+        if low is None and high is None:
+            return source.choice((-1, 1, 1)) * (int(2 ** (source.random() * 40)) - 1)
+        corner = source.random()
+        if corner < 0.15:
+            return source.choice([v for v in (least, least + 1, most) if least <= v <= most])
+        span = 2 ** (source.random() * (most - least + 1).bit_length())
+        return min(most, least + int(span) - 1)
+
+    for turn in range(count):
+        if "draw" in bound.claim.params and turn % 4:
+            yield bound.named("draw")(source)
+        else:
+            yield {name: one(*pair) for name, pair in domain.items()}
+
+
+def holds(bound: Bound, integers: Integers, raising: bool = False) -> bool:
+    """Evaluate the predicate. An exception breaks the claim, but does not catch a planted subject."""
+    try:
+        return bool(bound.named("predicate")(bound.wrap(bound.subject), **integers))
+    except ContractError:
+        raise
+    except Exception:
+        if raising:
+            raise
+        return False
+
+
+def examine_integers(bound: Bound, tally: Tally, case: str = "", raising: bool = False) -> None:
+    """Judge L2: fixed draws, or the one given case."""
+    given = [_parse(case)] if case else draw(bound, FIXED, 0)
+    for integers in given:
+        tally.count(1)
+        tally.compared += 1
+        if not holds(bound, integers, raising):
+            tally.fail(f"false at {json.dumps(integers)}")
+
+
+def search_integers(bound: Bound, tally: Tally, enough: int) -> str | None:
+    """Judge L3: draw until there are enough; return the smallest counter-example, or None."""
+    for integers in draw(bound, max(enough - tally.inputs, 0) + 1, 1):
+        tally.count(1)
+        tally.compared += 1
+        if not holds(bound, integers):
+            found = json.dumps(_shrink(bound, integers))
+            tally.fail(f"false at {found}")
+            return found
+    return None
+
+
+def _shrink(bound: Bound, integers: Integers) -> Integers:
+    """Move each number towards its lower end while the claim stays broken."""
+    domain, changed = domain_of(bound), True
+    while changed:
+        changed = False
+        for name, value in integers.items():
+            least = domain[name][0] if domain[name][0] is not None else 0
+            assert least is not None
+            for smaller in (least, least + (value - least) // 2, value - 1):
+                if least <= smaller < value and not holds(bound, {**integers, name: smaller}):
+                    integers, changed = {**integers, name: smaller}, True
+                    break
+    return integers
+
+
+def _parse(text: str) -> Integers:
+    try:
+        return {str(name): int(value) for name, value in json.loads(text).items()}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ContractError(
+            expected="integers as a broken claim printed them",
+            received=f"{text!r}: {error}",
+            remedy="copy it whole",
+        ) from None
+
 
 SECONDS_TO_SHRINK = 20.0
 Progress = Callable[[str, int, int], None]  # what is being judged, how many are done, of how many
@@ -153,3 +388,55 @@ def shrink(contract: Contract, bound: Bound, failing: Recipe | None) -> Recipe |
         run_both(contract, bound, case.recipe, found)
 
     return reduce(check, failing, contract.inputs[failing.inputs], SECONDS_TO_SHRINK)
+
+
+# Judge one counter-example again, and write the command that does so.
+
+
+def replay(contract: Contract, claim: Claim, options: Options, recipe: str) -> Tally:
+    """Judge one case, or all fixed cases if `recipe` is empty."""
+    bound, tally = bind(contract, claim, options), Tally()
+    if not recipe or claim.relation in ("refuses", "certified"):
+        return examine(contract, bound, options.thorough)[0]
+    if claim.relation == "algebra":
+        examine_integers(bound, tally, recipe)
+    else:
+        run_both(contract, bound, Recipe.parse(recipe, contract.inputs), tally)
+    return tally
+
+
+def failure_fields(
+    contract: Contract, bound: Bound, options: Options, tally: Tally, smallest: Recipe | str | None
+) -> dict[str, Any]:
+    """Return `detail` and `replay` of a broken claim's record, for its smallest counter-example.
+
+    A search does not count the case that it fails on: if `tally` has no difference yet, that case is
+    added to it.
+    """
+    detail = tally.first
+    if isinstance(smallest, Recipe):
+        again = Tally()
+        run_both(contract, bound, smallest, again)
+        detail = again.first or detail
+        if not tally.differing:
+            tally.add(again)
+    elif smallest:
+        detail = smallest
+    return {"detail": detail, "replay": replay_command(contract, bound.claim, options, smallest)}
+
+
+def replay_command(
+    contract: Contract, claim: Claim, options: Options, case: Recipe | str | None
+) -> str:
+    """Return the shell command that judges a case of a claim again."""
+    words = ["TRITON_INTERPRET=1"] if is_interpreted() else []
+    words += ["isobit", "replay", f"{contract.id}/{claim.id}"]
+    if case:
+        words += ["--case", f"'{case}'"]
+    if options.subject:
+        words += ["--subject", shlex.quote(options.subject)]
+    for package in options.trusted:
+        words += ["--trust", package]
+    if contract.path and library() not in Path(contract.path).resolve().parents:
+        words += ["--file", contract.path]
+    return " ".join(words)

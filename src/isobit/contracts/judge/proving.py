@@ -6,12 +6,10 @@ from dataclasses import replace
 
 import torch
 
-from isobit.contracts.judge.binding import plant
-from isobit.contracts.judge.bound import Bound
-from isobit.contracts.judge.compiled_code import prove_compiled
-from isobit.contracts.judge.integers_search import domain_of
+from isobit.contracts.judge.bound import Bound, plant
+from isobit.contracts.judge.cases import domain_of
 from isobit.contracts.judge.recipes import Case, Recipe
-from isobit.contracts.judge.relations import RELATIONS
+from isobit.contracts.judge.relations import RELATIONS, prove_compiled
 from isobit.contracts.judge.tally import Tally
 from isobit.contracts.language.contract import Contract, Inputs
 from isobit.contracts.options import Options

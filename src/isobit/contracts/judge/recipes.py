@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -13,10 +15,44 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.contracts.judge.drawn import Drawn
 from isobit.contracts.language.contract import Inputs
 from isobit.contracts.language.schema import EDGES, VALUES
 from isobit.errors import ContractError
+
+# Keep drawn tensors: claims of a contract, wrong subjects and both modes of a case are judged on the same ones.
+
+MOST_BYTES = 2**29
+
+
+class Drawn:
+    """Tensors by key, the least used dropped first. Callers get copies: a subject may write to its arguments."""
+
+    def __init__(self, most: int = MOST_BYTES) -> None:
+        """Keep at most so many bytes."""
+        self.most, self.bytes = most, 0
+        self._kept: OrderedDict[Hashable, Tensor] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def find(self, key: Hashable, draw: Callable[[], Tensor]) -> Tensor:
+        """Return a copy of what `draw` gave for this key."""
+        with self._lock:
+            found = self._kept.get(key)
+            if found is not None:
+                self._kept.move_to_end(key)
+        if found is None:
+            found = draw()
+            self._keep(key, found)
+        return found.clone()
+
+    def _keep(self, key: Hashable, tensor: Tensor) -> None:
+        with self._lock:
+            if tensor.nbytes > self.most or key in self._kept:
+                return
+            self._kept[key] = tensor
+            self.bytes += tensor.nbytes
+            while self.bytes > self.most:
+                self.bytes -= self._kept.popitem(last=False)[1].nbytes
+
 
 MINIMUM = {"float32": 2.0**-126, "bfloat16": 2.0**-126, "float16": 2.0**-14, "float64": 2.0**-1022}
 LARGEST_EDGE = {"float32": 2.0**125, "bfloat16": 2.0**125, "float16": 2.0**13, "float64": 2.0**1020}

@@ -12,11 +12,9 @@ from multiprocessing import get_context
 from isobit.contracts.language.contract import Contract
 from isobit.contracts.options import Options
 from isobit.contracts.store import ladder
-from isobit.contracts.store.evidence import Evidence
-from isobit.contracts.store.evidence_file import Finding
-from isobit.contracts.store.facts import Entry
+from isobit.contracts.store.evidence import Evidence, Finding
 from isobit.contracts.store.opened_files import OpenedFiles
-from isobit.contracts.store.tree import Tree
+from isobit.contracts.store.tree import Entry, Tree
 from isobit.errors import ArgumentError, ContractError
 from isobit.foundation.records import ClaimRecord
 
@@ -97,7 +95,7 @@ def judge_contract(
 
 def launches_kernels(contract: Contract, options: Options) -> bool:
     """Return whether the subject launches a kernel on the chosen backend; one that raises is left to the claims."""
-    from isobit.contracts.judge.binding import find_subject
+    from isobit.contracts.judge.bound import find_subject
     from isobit.contracts.judge.recipes import Case, fixed_recipes
     from isobit.foundation.launches import record_launches
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from isobit import bits
-from isobit.contracts.judge.compiled_code import one_more_product
-from isobit.contracts.language.sabotage_names import LIBRARY_NAMES
+from isobit.contracts.judge.trusted_code import load_own
+from isobit.contracts.language.contract import LIBRARY_NAMES, PLANT
 from isobit.foundation import native
 
 Function = Callable[..., Any]
@@ -194,6 +194,12 @@ def in_training(plant: Callable[[Function], Function]) -> Callable[[Function], F
 
         return wrong
 
+    return planted
+
+
+def one_more_product(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Plant one more product in every configuration but the first."""
+    planted: Callable[..., Any] = load_own(PLANT)(function)
     return planted
 
 

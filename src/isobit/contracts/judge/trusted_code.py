@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -79,4 +79,15 @@ def resolve(reference: str, trusted: Sequence[str]) -> Any:
             received=f"{type(error).__name__}: {in_one_line(error)}",
             remedy="correct the name, or install what it needs",
         ) from None
+    return found
+
+
+def load_own(reference: str) -> Callable[..., Any]:
+    """Import what judges compiled code.
+
+    By name: the evidence of a contract without this relation must not depend on that code. `Contract.code` names it for
+    the others.
+    """
+    module, _, name = reference.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
     return found

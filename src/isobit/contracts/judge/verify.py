@@ -3,22 +3,233 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
-from isobit.contracts.judge import static_checks
-from isobit.contracts.judge.binding import bind, find_subject, subject_name
-from isobit.contracts.judge.bound import Bound
-from isobit.contracts.judge.cases import Progress, examine, shrink, unseen
-from isobit.contracts.judge.higher_levels import judge_higher_levels
-from isobit.contracts.judge.replay import failure_fields
-from isobit.contracts.judge.sabotage_trials import try_planted
+import torch
+
+from isobit import bits
+from isobit.contracts.judge import proving
+from isobit.contracts.judge.bound import Bound, bind, find_subject, plant, subject_name
+from isobit.contracts.judge.cases import (
+    Progress,
+    check_device,
+    examine,
+    failure_fields,
+    find_breach,
+    shrink,
+    unseen,
+)
+from isobit.contracts.judge.recipes import Case, Recipe, fixed_recipes
 from isobit.contracts.judge.tally import Tally
-from isobit.contracts.language.contract import Claim, Contract
+from isobit.contracts.language.contract import Claim, Contract, default_sabotage, for_transform
 from isobit.contracts.options import Options
+from isobit.contracts.store import ladder
 from isobit.contracts.store.ladder import level_number, with_causes
-from isobit.errors import IsobitError, in_one_line
-from isobit.foundation.records import ClaimRecord
+from isobit.errors import EngineError, IsobitError, in_one_line
+from isobit.foundation import native
+from isobit.foundation.records import ClaimRecord, Planted
+
+# Judge L1: the operator's schema, and the shape and dtype of outputs.
+
+TESTS = ("test_schema", "test_autograd_registration", "test_faketensor")
+
+
+def check(contract: Contract, subject: Callable[..., Any], own: bool) -> Tally:
+    """Check the shapes and dtypes of outputs, that inputs are not written to, and the operator itself."""
+    tally = Tally()
+    used = {name for claim in contract.claims for name in claim.inputs}
+    for name, inputs in contract.inputs.items():
+        if name not in used:
+            continue
+        declared = bool(contract.output) and {
+            a for a in contract.output if isinstance(a, str)
+        } <= set(inputs.sizes)
+        for recipe in (
+            fixed_recipes(name, inputs) if declared else [next(fixed_recipes(name, inputs))]
+        ):
+            case = Case(recipe, inputs)
+            if sum(t.numel() for t in case.arguments.values()) > 2**20:
+                continue
+            tally.count(case.rows)
+            expected = (
+                [case.sizes[a] if isinstance(a, str) else int(a) for a in contract.output]
+                if declared
+                else None
+            )
+            check_output(subject, case, expected, tally, bool(contract.operator))
+    if contract.operator and own and not tally.differing:  # another subject is not that operator
+        check_operator(contract, tally)
+    return tally
+
+
+def check_output(
+    subject: Callable[..., Any],
+    case: Case,
+    expected: list[int] | None,
+    tally: Tally,
+    without_data: bool,
+) -> None:
+    """Call once with real tensors and, for registered operators, once with meta tensors."""
+    calls = {"output": case.arguments}
+    if without_data:
+        calls["output without data"] = {name: t.to("meta") for name, t in case.arguments.items()}
+    for what, arguments in calls.items():
+        tally.compared += 1
+        before = [t.clone() for t in arguments.values()]
+        try:
+            found = subject(*arguments.values(), **case.options)
+        except (Exception, SystemExit) as error:
+            check_device(error)
+            tally.fail(
+                f"{what} at {case.recipe}: raised {type(error).__name__}: {in_one_line(error)[:200]}"
+            )
+            return
+        if expected is not None and (list(found.shape) != expected or found.dtype != case.dtype):
+            tally.fail(
+                f"{what} at {case.recipe}: {list(found.shape)} {found.dtype}, expected {expected} {case.dtype}"
+            )
+        same = all(
+            bits.equal(a, b)
+            for a, b in zip(before, arguments.values(), strict=True)
+            if a.device.type != "meta"
+        )
+        if not same:
+            tally.fail(
+                f"{what} at {case.recipe}: the subject writes to its inputs, so that nothing can be compared"
+            )
+
+
+def check_operator(contract: Contract, tally: Tally) -> None:
+    """Run torch.library.opcheck on the smallest case of each of the contract's inputs."""
+    namespace, _, name = contract.operator.partition("::")
+    native.load()  # kernels are loaded by the first call, and all cases may have been too large for one
+    try:
+        operator = getattr(getattr(torch.ops, namespace), name).default
+    except AttributeError as error:
+        raise EngineError(
+            expected=f"the operator {contract.operator}",
+            received=in_one_line(error),
+            remedy="run isobit doctor for the reason",
+        ) from None
+    schema = {argument.name: argument.default_value for argument in operator._schema.arguments}
+    fitting = {
+        name: inputs
+        for name, inputs in contract.inputs.items()
+        if set(inputs.arguments) <= set(schema)
+    }
+    if not fitting:
+        tally.fail(
+            f"opcheck of {contract.operator}: no inputs have its arguments, {', '.join(schema)}"
+        )
+    for inputs_name, inputs in fitting.items():
+        case = Case(next(fixed_recipes(inputs_name, inputs)), inputs)
+        tally.compared += len(TESTS)
+        try:
+            torch.library.opcheck(
+                operator, tuple({**schema, **case.arguments}.values()), test_utils=TESTS
+            )
+        except Exception as error:
+            tally.fail(
+                f"opcheck of {contract.operator}: {type(error).__name__}: {in_one_line(error)[:300]}"
+            )
+
+
+# Judge a claim on its planted wrong subjects and controls: each must be caught.
+
+
+def try_planted(contract: Contract, bound: Bound, options: Options) -> Iterator[Planted]:
+    """Judge the claim's fixed inputs on each wrong subject and each control."""
+    claim = bound.claim
+    if claim.relation != "invariant" or claim.sabotage:
+        for name in claim.sabotage or default_sabotage(claim.relation, claim.params):
+            yield try_one(contract, plant(bound, name, options), name, options)
+    else:
+        # Each transform must catch by itself what is planted for it.
+        for transform in claim.params["under"]:
+            params = {**claim.params, "under": (transform,)}
+            alone = replace(bound, claim=replace(claim, params=params))
+            names = for_transform(transform, claim.params)
+            if not names:
+                yield Planted(
+                    transform, False, "there is no built-in sabotage for it: name its sabotage"
+                )
+            for name in names:
+                planted = plant(alone, name, options)
+                yield try_one(contract, planted, f"{name}, under {transform}", options)
+    for name in claim.control:
+        yield try_one(contract, plant(bound, name, options), f"control {name}", options)
+
+
+def try_one(contract: Contract, bound: Bound, name: str, options: Options) -> Planted:
+    """Judge one wrong subject. A difference catches it; an exception does not."""
+    try:
+        tally, _ = examine(contract, bound, options.thorough, first_only=True)
+    except (Exception, SystemExit) as error:
+        return Planted(name, False, f"raised {type(error).__name__}: {in_one_line(error)[:200]}")
+    if not tally.differing and bound.claim.relation == "algebra" and bound.claim.proof is not None:
+        # A solver finds integers that are rare to draw.
+        wrong = proving.run_proof(contract, bound)
+        return Planted(name, not wrong.kept, wrong.failure)
+    return Planted(
+        name, tally.differing > 0, tally.first or f"{tally.compared:,} compared, none differ"
+    )
+
+
+# Judge a claim at L3, on many drawn inputs, and at L4, by proof.
+
+
+def judge_higher_levels(
+    contract: Contract, bound: Bound, options: Options, tally: Tally, record: ClaimRecord
+) -> ClaimRecord:
+    """Judge L3 and then L4; `record` and `tally` are those of L2, which the claim has reached."""
+    if bound.claim.relation not in ladder.NOT_DRAWN:
+        record = judge_drawn_inputs(contract, bound, options, tally, record)
+        if record.level < 3:
+            return record
+    if bound.claim.proof is None or options.level < 4:
+        return record
+    return judge_proof(contract, bound, options, record)
+
+
+def judge_drawn_inputs(
+    contract: Contract, bound: Bound, options: Options, tally: Tally, record: ClaimRecord
+) -> ClaimRecord:
+    """Judge L3: draw inputs until there are enough, or until one breaks the claim."""
+    drawn = Tally()  # counted apart from the inputs that L2 listed
+    failing = find_breach(contract, bound, drawn, options.claim_seconds)
+    tally.add(drawn)
+    record = replace(record, drawn=drawn.inputs, **tally.counts())
+    if failing is not None:
+        if isinstance(failing, Recipe):
+            failing = shrink(contract, bound, failing)
+        found = failure_fields(contract, bound, options, tally, failing)
+        return replace(record, verdict="broken", level=1, at=3, **tally.counts(), **found)
+    if drawn.inputs >= ladder.ENOUGH_INPUTS:
+        return replace(record, level=3)
+    seconds = f"{options.claim_seconds:.0f} s"
+    return replace(
+        record,
+        detail=f"{drawn.inputs:,} inputs in {seconds}; L3 requires {ladder.ENOUGH_INPUTS:,}",
+    )
+
+
+def judge_proof(
+    contract: Contract, bound: Bound, options: Options, record: ClaimRecord
+) -> ClaimRecord:
+    """Judge L4: the proof must hold for the subject and fail for the planted one."""
+    proof, planted = proving.prove(contract, bound, options)
+    record = replace(record, proof=proof)
+    if not proof.kept:
+        verdict, at = ("broken", 4) if proof.cases else ("could-not-run", 0)
+        return replace(record, verdict=verdict, level=1, at=at, detail=proof.failure)
+    record = replace(record, planted=(*record.planted, planted))
+    if not planted.caught:
+        detail = f"the proof holds for a wrong subject: {planted.name}"
+        return replace(record, verdict="void", level=1, detail=detail)
+    return replace(record, level=4)
+
 
 NOT_REACHED = "not reached in the time given by --seconds"
 
@@ -46,7 +257,7 @@ def verify_contract(
             else:
                 if checks is None:
                     subject = find_subject(contract, options)
-                    checks = static_checks.check(contract, subject, not options.subject)
+                    checks = check(contract, subject, not options.subject)
                 record = judge_claim(contract, claim, options, empty, checks, progress)
         except IsobitError as error:
             record = replace(empty, detail=in_one_line(error))

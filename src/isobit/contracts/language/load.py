@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from isobit.contracts.language.contract import Claim, Contract
-from isobit.contracts.language.grammar import Key, RecordOf
+from isobit.contracts.language.grammar import MAX_BYTES, Key, RecordOf, read_yaml
 from isobit.contracts.language.schema import (
     CLAIM,
     CLAIM_KEYS,
@@ -20,7 +20,6 @@ from isobit.contracts.language.schema import (
     RELATIONS,
     nearest,
 )
-from isobit.contracts.language.yaml_text import MAX_BYTES, read_yaml
 from isobit.errors import ContractError
 from isobit.foundation import files
 

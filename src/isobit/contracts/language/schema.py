@@ -23,6 +23,7 @@ from isobit.contracts.language.grammar import (
     Kind,
     ListOf,
     MapOf,
+    Node,
     Number,
     RecordOf,
     Scalar,
@@ -30,7 +31,6 @@ from isobit.contracts.language.grammar import (
     refuse,
     suggest,
 )
-from isobit.contracts.language.yaml_text import Node
 
 LEVELS = ("L0", "L1", "L2", "L3", "L4")
 DTYPES = ("float32", "bfloat16", "float16", "float64")

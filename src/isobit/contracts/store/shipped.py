@@ -24,18 +24,18 @@ from typing import Any
 from blake3 import blake3
 
 from isobit.contracts.store import ladder
-from isobit.contracts.store.evidence import Evidence, merge_records
-from isobit.contracts.store.evidence_file import (
+from isobit.contracts.store.evidence import (
+    Evidence,
     Finding,
     NotEvidence,
     chain,
     check_form,
     finding_from,
+    merge_records,
 )
-from isobit.contracts.store.facts import Entry
 from isobit.contracts.store.opened_files import ABSENT
 from isobit.contracts.store.sources import ROOT, hash_text
-from isobit.contracts.store.tree import Tree, library
+from isobit.contracts.store.tree import Entry, Tree, library
 from isobit.foundation import files
 from isobit.foundation.records import Shipped
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from isobit import bits
-from isobit.contracts.judge.binding import bind, called, named_function
+from isobit.contracts.judge.bound import bind, called, named_function
 from isobit.contracts.judge.recipes import Case, fixed_recipes
 from isobit.contracts.language.contract import Contract
 from isobit.contracts.options import Options

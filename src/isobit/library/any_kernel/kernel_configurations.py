@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from isobit.certifying.running.user_kernels import FAULTS, ResourcesError, Running
-from isobit.contracts.judge.binding import find_subject
+from isobit.contracts.judge.bound import find_subject
 from isobit.contracts.judge.recipes import Case, fixed_recipes
 from isobit.contracts.judge.tally import Tally
 from isobit.contracts.language.contract import Contract

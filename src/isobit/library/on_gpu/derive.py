@@ -19,8 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from isobit.contracts.language.contract import Claim, Contract, Inputs
-from isobit.contracts.language.sabotage_names import planted_names
+from isobit.contracts.language.contract import Claim, Contract, Inputs, planted_names
 from isobit.library.on_gpu.plans import (
     COSTLY,
     ELSEWHERE,

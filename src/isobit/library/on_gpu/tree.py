@@ -7,9 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from isobit.contracts.language.contract import Contract
-from isobit.contracts.store.facts import entry_from, facts_of
 from isobit.contracts.store.sources import ROOT, hash_text
-from isobit.contracts.store.tree import Tree, library
+from isobit.contracts.store.tree import Tree, entry_from, facts_of, library
 from isobit.contracts.workspace import Workspace
 from isobit.library.on_gpu.derive import Derived, derive
 
