@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from benchmarks.judged_kernels import records_of
 from isobit.cli import main
 from isobit.cli.check import chosen
-from isobit.contracts.judge.bound import bind, on_device, plant
+from isobit.contracts.judge.bound import bind, on_device
 from isobit.contracts.judge.verify import try_one, verify_contract
 from isobit.contracts.options import Options
 from isobit.contracts.store.tree import library
@@ -110,8 +110,8 @@ def wrong_kernels():
 def test_every_wrong_kernel_is_rejected():
     options, found = Options(level=2), {}
     for contract, claim, name in wrong_kernels():
-        planted = plant(bind(contract, claim, options), name, options)
-        found[claim.id, name] = try_one(contract, planted, name, options)
+        planted = bind(contract, claim, options).plant(name)
+        found[claim.id, name] = try_one(planted, name)
     print(f"{sum(p.caught for p in found.values())} of {len(found)} wrong kernels rejected")
     assert len(found) >= 60
     assert {key: p.detail for key, p in found.items() if not p.caught} == {}

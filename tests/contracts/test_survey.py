@@ -9,7 +9,8 @@ from isobit.contracts.judge.bound import Bound
 from isobit.contracts.judge.recipes import Case, Recipe
 from isobit.contracts.judge.relations import RELATIONS
 from isobit.contracts.judge.tally import Tally
-from isobit.contracts.language.schema import Claim, Inputs
+from isobit.contracts.language.contract import Claim, Contract, Inputs
+from isobit.contracts.options import Options
 
 DTYPES = {
     "float32": torch.float32,
@@ -87,7 +88,9 @@ def verdict(relation: str, params: dict, found: torch.Tensor, exact: torch.Tenso
     claim = Claim("c", ("O",), relation, "L2", inputs=("few",), params=params)
     code = {"a:b": lambda *arguments, **options: exact}
     tally = Tally()
-    RELATIONS[relation](Bound(claim, lambda *arguments, **options: found, code), case, tally)
+    contract = Contract("c-v1", "1", "c", (), inputs={"few": inputs}, claims=(claim,))
+    bound = Bound(contract, claim, Options(), lambda *arguments, **options: found, code)
+    RELATIONS[relation](bound, case, tally)
     assert (tally.first != "") == (tally.differing > 0)
     return "broken" if tally.differing else "kept" if tally.compared else "vacuous"
 

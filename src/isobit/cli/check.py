@@ -19,7 +19,7 @@ from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import make_console, say_json
 from isobit.cli.verify import claims_table
 from isobit.contracts.authoring.explain import explain
-from isobit.contracts.judge.bound import bind, named_function, plant
+from isobit.contracts.judge.bound import bind, named_function
 from isobit.contracts.judge.verify import try_one, verify_contract
 from isobit.contracts.language.contract import Contract
 from isobit.contracts.language.load import load_contract
@@ -257,7 +257,7 @@ def seen_in_other_dtypes(record: ClaimRecord, contract: Contract, options: Optio
     claim = next(claim for claim in contract.claims if claim.id == record.claim)
     bound = bind(whole, claim, options)
     planted = tuple(
-        try_one(whole, plant(bound, code, options), one.name, options)
+        try_one(bound.plant(code), one.name)
         if not one.caught and ":" in (code := one.name.removeprefix("control "))
         else one
         for one in record.planted

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.func import functional_call
 
-from isobit.contracts.judge.recipes import Case
+from isobit.contracts.judge.recipes import Case, Recipe
 from isobit.contracts.judge.sabotage import LIBRARY
 from isobit.contracts.judge.transforms import TRANSFORMS, Arguments, Run
 from isobit.contracts.judge.trusted_code import resolve
@@ -113,20 +113,43 @@ def unchanged(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Bound:
-    """A claim with its code: the subject, the functions that parameters name, and the sabotage."""
+    """A claim of a contract with its code: all that judging it needs besides a case.
 
+    Attributes:
+        subject: What is judged, called with the drawn arguments.
+        code: The functions that parameters and the proof name, by reference.
+        wrap: The built-in sabotage.
+        gradients: Compute outputs as in training: gradients enabled, inputs require them.
+    """
+
+    contract: Contract
     claim: Claim
+    options: Options
     subject: Callable[..., Any]
     code: dict[str, Any] = field(default_factory=dict)
     wrap: Wrapper = unchanged
-    prepare: Wrapper = unchanged  # makes a planted subject callable with the drawn arguments
-    gradients: bool = (
-        False  # compute outputs as in training: gradients enabled, inputs require them
-    )
+    gradients: bool = False
 
     def named(self, key: str) -> Any:
         """Return the code that a parameter of the claim names."""
         return self.code[str(self.claim.params[key])]
+
+    def case(self, recipe: Recipe) -> Case:
+        """Return the case that a recipe of this contract's inputs describes."""
+        return Case(recipe, self.contract.inputs[recipe.inputs])
+
+    def plant(self, name: str) -> Bound:
+        """Return the same claim on a wrong subject: a built-in sabotage by name, or `package:function`."""
+        if name in LIBRARY:
+            return replace(self, wrap=LIBRARY[name])
+        if ":" not in name:
+            raise ContractError(
+                expected="a built-in sabotage, or package:function",
+                received=name,
+                remedy=f"use one of: {', '.join(LIBRARY)}",
+            )
+        wrong = resolve(name, self.options.trusted)
+        return replace(self, subject=called(self.contract, wrong, self.options))
 
     def judged(self, case: Case) -> tuple[Run, Arguments]:
         """Return the function that is judged, from tensors to the output or to a gradient, and its arguments."""
@@ -202,7 +225,7 @@ def with_upstream(function: Callable[..., Any], case: Case) -> Arguments:
     return {**case.arguments, UPSTREAM: case.draw(shape, 50)}
 
 
-# Find the code that a claim names, and replace its subject by a planted wrong one.
+# Find the code that a claim names.
 
 
 def subject_name(contract: Contract, options: Options) -> str:
@@ -264,22 +287,4 @@ def bind(contract: Contract, claim: Claim, options: Options) -> Bound:
     code = {
         ref: resolve(ref, options.trusted) for ref in named if isinstance(ref, str) and ":" in ref
     }
-    return Bound(
-        claim,
-        find_subject(contract, options),
-        code,
-        prepare=lambda function: called(contract, function, options),
-    )
-
-
-def plant(bound: Bound, name: str, options: Options) -> Bound:
-    """Return the same claim on a wrong subject: a built-in sabotage by name, or `package:function`."""
-    if name in LIBRARY:
-        return replace(bound, wrap=LIBRARY[name])
-    if ":" not in name:
-        raise ContractError(
-            expected="a built-in sabotage, or package:function",
-            received=name,
-            remedy=f"use one of: {', '.join(LIBRARY)}",
-        )
-    return replace(bound, subject=bound.prepare(resolve(name, options.trusted)))
+    return Bound(contract, claim, options, find_subject(contract, options), code)

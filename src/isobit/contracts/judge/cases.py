@@ -277,11 +277,7 @@ def unseen(stage: str, done: int, total: int) -> None:
 
 
 def examine(
-    contract: Contract,
-    bound: Bound,
-    thorough: bool,
-    first_only: bool = False,
-    progress: Progress = unseen,
+    bound: Bound, first_only: bool = False, progress: Progress = unseen
 ) -> tuple[Tally, Recipe | None]:
     """Judge L2 on the fixed inputs of a claim; return the counts and the first failing recipe."""
     tally, failing, claim = Tally(), None, bound.claim
@@ -292,12 +288,12 @@ def examine(
     elif claim.relation == "algebra":
         examine_integers(bound, tally, raising=first_only)
     else:
-        recipes = list(recipes_of(contract, claim, thorough, first_only))
+        recipes = list(recipes_of(bound, first_only))
         for at, recipe in enumerate(recipes):
             progress(f"{claim.id}, {recipe.words()}", at, len(recipes))
-            is_small = Case(recipe, contract.inputs[recipe.inputs]).elements <= SMALL
+            is_small = bound.case(recipe).elements <= SMALL
             run = run_both if first_only or is_small else run_case
-            run(contract, bound, recipe, tally, raising=first_only)
+            run(bound, recipe, tally, raising=first_only)
             if tally.differing and failing is None:
                 failing = recipe
             if tally.differing and first_only:
@@ -305,32 +301,27 @@ def examine(
     return tally, failing
 
 
-def recipes_of(
-    contract: Contract, claim: Claim, thorough: bool, first_only: bool
-) -> Iterator[Recipe]:
+def recipes_of(bound: Bound, first_only: bool) -> Iterator[Recipe]:
     """Yield the fixed recipes of a claim; for sabotage, those of its first inputs."""
-    for name in claim.inputs[:1] if first_only else claim.inputs:
-        yield from fixed_recipes(name, contract.inputs[name], thorough and not first_only)
+    names, thorough = bound.claim.inputs, bound.options.thorough
+    for name in names[:1] if first_only else names:
+        yield from fixed_recipes(name, bound.contract.inputs[name], thorough and not first_only)
 
 
-def run_both(
-    contract: Contract, bound: Bound, recipe: Recipe, tally: Tally, raising: bool = False
-) -> None:
+def run_both(bound: Bound, recipe: Recipe, tally: Tally, raising: bool = False) -> None:
     """Judge one case without gradients, and also with gradients if an output is judged."""
-    run_case(contract, bound, recipe, tally, raising)
+    run_case(bound, recipe, tally, raising)
     if bound.has_both_modes():
         training = Tally()
-        run_case(contract, replace(bound, gradients=True), recipe, training, raising)
+        run_case(replace(bound, gradients=True), recipe, training, raising)
         training.cases = training.inputs = 0
         training.first = training.first and f"with gradients enabled: {training.first}"
         tally.add(training)
 
 
-def run_case(
-    contract: Contract, bound: Bound, recipe: Recipe, tally: Tally, raising: bool = False
-) -> None:
+def run_case(bound: Bound, recipe: Recipe, tally: Tally, raising: bool = False) -> None:
     """Judge one case. A subject that raises breaks the claim; a planted one is not caught by raising."""
-    case = Case(recipe, contract.inputs[recipe.inputs])
+    case = bound.case(recipe)
     counted, before = tally.cases, {name: t.clone() for name, t in case.arguments.items()}
     try:
         with torch.no_grad(), warnings.catch_warnings():
@@ -362,22 +353,21 @@ def check_device(error: BaseException) -> None:
         ) from None
 
 
-def find_breach(
-    contract: Contract, bound: Bound, tally: Tally, seconds: float
-) -> Recipe | str | None:
+def find_breach(bound: Bound, tally: Tally) -> Recipe | str | None:
     """Judge L3 on many inputs, half with gradients; return the smallest counter-example, or None."""
     if bound.claim.relation == "algebra":
         return search_integers(bound, tally, ladder.ENOUGH_INPUTS)
     modes = (bound, replace(bound, gradients=True)) if bound.has_both_modes() else (bound,)
 
     def check(case: Case, found: Tally) -> None:
-        run_case(contract, modes[case.recipe.seed % len(modes)], case.recipe, found)
+        run_case(modes[case.recipe.seed % len(modes)], case.recipe, found)
 
     first = bound.claim.inputs[0]
-    return search(check, first, contract.inputs[first], tally, seconds)
+    inputs, seconds = bound.contract.inputs[first], bound.options.claim_seconds
+    return search(check, first, inputs, tally, seconds)
 
 
-def shrink(contract: Contract, bound: Bound, failing: Recipe | None) -> Recipe | str | None:
+def shrink(bound: Bound, failing: Recipe | None) -> Recipe | str | None:
     """Return a smaller counter-example, or the given one if none is found."""
     if bound.claim.relation in ("refuses", "algebra", "certified"):
         return search_integers(bound, Tally(), 1000) if bound.claim.relation == "algebra" else None
@@ -385,9 +375,9 @@ def shrink(contract: Contract, bound: Bound, failing: Recipe | None) -> Recipe |
         return None
 
     def check(case: Case, found: Tally) -> None:
-        run_both(contract, bound, case.recipe, found)
+        run_both(bound, case.recipe, found)
 
-    return reduce(check, failing, contract.inputs[failing.inputs], SECONDS_TO_SHRINK)
+    return reduce(check, failing, bound.contract.inputs[failing.inputs], SECONDS_TO_SHRINK)
 
 
 # Judge one counter-example again, and write the command that does so.
@@ -397,17 +387,15 @@ def replay(contract: Contract, claim: Claim, options: Options, recipe: str) -> T
     """Judge one case, or all fixed cases if `recipe` is empty."""
     bound, tally = bind(contract, claim, options), Tally()
     if not recipe or claim.relation in ("refuses", "certified"):
-        return examine(contract, bound, options.thorough)[0]
+        return examine(bound)[0]
     if claim.relation == "algebra":
         examine_integers(bound, tally, recipe)
     else:
-        run_both(contract, bound, Recipe.parse(recipe, contract.inputs), tally)
+        run_both(bound, Recipe.parse(recipe, contract.inputs), tally)
     return tally
 
 
-def failure_fields(
-    contract: Contract, bound: Bound, options: Options, tally: Tally, smallest: Recipe | str | None
-) -> dict[str, Any]:
+def failure_fields(bound: Bound, tally: Tally, smallest: Recipe | str | None) -> dict[str, Any]:
     """Return `detail` and `replay` of a broken claim's record, for its smallest counter-example.
 
     A search does not count the case that it fails on: if `tally` has no difference yet, that case is
@@ -416,21 +404,20 @@ def failure_fields(
     detail = tally.first
     if isinstance(smallest, Recipe):
         again = Tally()
-        run_both(contract, bound, smallest, again)
+        run_both(bound, smallest, again)
         detail = again.first or detail
         if not tally.differing:
             tally.add(again)
     elif smallest:
         detail = smallest
-    return {"detail": detail, "replay": replay_command(contract, bound.claim, options, smallest)}
+    return {"detail": detail, "replay": replay_command(bound, smallest)}
 
 
-def replay_command(
-    contract: Contract, claim: Claim, options: Options, case: Recipe | str | None
-) -> str:
+def replay_command(bound: Bound, case: Recipe | str | None) -> str:
     """Return the shell command that judges a case of a claim again."""
+    contract, options = bound.contract, bound.options
     words = ["TRITON_INTERPRET=1"] if is_interpreted() else []
-    words += ["isobit", "replay", f"{contract.id}/{claim.id}"]
+    words += ["isobit", "replay", f"{contract.id}/{bound.claim.id}"]
     if case:
         words += ["--case", f"'{case}'"]
     if options.subject:

@@ -6,29 +6,28 @@ from dataclasses import replace
 
 import torch
 
-from isobit.contracts.judge.bound import Bound, plant
+from isobit.contracts.judge.bound import Bound
 from isobit.contracts.judge.cases import domain_of
 from isobit.contracts.judge.recipes import Case, Recipe
 from isobit.contracts.judge.relations import RELATIONS, prove_compiled
 from isobit.contracts.judge.tally import Tally
-from isobit.contracts.language.contract import Contract, Inputs
-from isobit.contracts.options import Options
+from isobit.contracts.language.contract import Inputs
 from isobit.errors import ContractError, EngineError, RevealError, in_one_line
 from isobit.foundation.records import Planted, Proof
 
 PATTERNS = 2**16
 
 
-def prove(contract: Contract, bound: Bound, options: Options) -> tuple[Proof, Planted]:
+def prove(bound: Bound) -> tuple[Proof, Planted]:
     """Run the proof on the subject and on the planted wrong one, for which it must fail."""
     plan = bound.claim.proof
     assert plan is not None
-    proof = run_proof(contract, bound)
+    proof = run_proof(bound)
     if not proof.kept:
         return proof, Planted(plan.planted, False, "not tried")
-    planted = plant(bound, plan.planted, options)
+    planted = bound.plant(plan.planted)
     try:
-        wrong = run_proof(contract, planted)
+        wrong = run_proof(planted)
     except RevealError as error:  # it has no order
         return proof, Planted(
             f"proof: {plan.planted}", True, f"rejected: {in_one_line(error)[:200]}"
@@ -42,7 +41,7 @@ def prove(contract: Contract, bound: Bound, options: Options) -> tuple[Proof, Pl
     return proof, Planted(f"proof: {plan.planted}", not wrong.kept, wrong.failure)
 
 
-def run_proof(contract: Contract, bound: Bound) -> Proof:
+def run_proof(bound: Bound) -> Proof:
     """Run the proof engine that the claim names."""
     plan = bound.claim.proof
     assert plan is not None
@@ -59,7 +58,7 @@ def run_proof(contract: Contract, bound: Bound) -> Proof:
         return prove_compiled(bound)
     if plan.engine == "z3":
         return prove_integers(bound)
-    return enumerate_values(bound, plan.inputs, contract.inputs[plan.inputs])
+    return enumerate_values(bound, plan.inputs, bound.contract.inputs[plan.inputs])
 
 
 def prove_integers(bound: Bound) -> Proof:

@@ -11,7 +11,7 @@ import torch
 
 from isobit import bits
 from isobit.contracts.judge import proving
-from isobit.contracts.judge.bound import Bound, bind, find_subject, plant, subject_name
+from isobit.contracts.judge.bound import Bound, bind, find_subject, subject_name
 from isobit.contracts.judge.cases import (
     Progress,
     check_device,
@@ -23,7 +23,7 @@ from isobit.contracts.judge.cases import (
 )
 from isobit.contracts.judge.recipes import Case, Recipe, fixed_recipes
 from isobit.contracts.judge.tally import Tally
-from isobit.contracts.language.contract import Claim, Contract, default_sabotage, for_transform
+from isobit.contracts.language.contract import Contract, default_sabotage, for_transform
 from isobit.contracts.options import Options
 from isobit.contracts.store import ladder
 from isobit.contracts.store.ladder import level_number, with_causes
@@ -139,12 +139,12 @@ def check_operator(contract: Contract, tally: Tally) -> None:
 # Judge a claim on its planted wrong subjects and controls: each must be caught.
 
 
-def try_planted(contract: Contract, bound: Bound, options: Options) -> Iterator[Planted]:
+def try_planted(bound: Bound) -> Iterator[Planted]:
     """Judge the claim's fixed inputs on each wrong subject and each control."""
     claim = bound.claim
     if claim.relation != "invariant" or claim.sabotage:
         for name in claim.sabotage or default_sabotage(claim.relation, claim.params):
-            yield try_one(contract, plant(bound, name, options), name, options)
+            yield try_one(bound.plant(name), name)
     else:
         # Each transform must catch by itself what is planted for it.
         for transform in claim.params["under"]:
@@ -156,21 +156,20 @@ def try_planted(contract: Contract, bound: Bound, options: Options) -> Iterator[
                     transform, False, "there is no built-in sabotage for it: name its sabotage"
                 )
             for name in names:
-                planted = plant(alone, name, options)
-                yield try_one(contract, planted, f"{name}, under {transform}", options)
+                yield try_one(alone.plant(name), f"{name}, under {transform}")
     for name in claim.control:
-        yield try_one(contract, plant(bound, name, options), f"control {name}", options)
+        yield try_one(bound.plant(name), f"control {name}")
 
 
-def try_one(contract: Contract, bound: Bound, name: str, options: Options) -> Planted:
+def try_one(bound: Bound, name: str) -> Planted:
     """Judge one wrong subject. A difference catches it; an exception does not."""
     try:
-        tally, _ = examine(contract, bound, options.thorough, first_only=True)
+        tally, _ = examine(bound, first_only=True)
     except (Exception, SystemExit) as error:
         return Planted(name, False, f"raised {type(error).__name__}: {in_one_line(error)[:200]}")
     if not tally.differing and bound.claim.relation == "algebra" and bound.claim.proof is not None:
         # A solver finds integers that are rare to draw.
-        wrong = proving.run_proof(contract, bound)
+        wrong = proving.run_proof(bound)
         return Planted(name, not wrong.kept, wrong.failure)
     return Planted(
         name, tally.differing > 0, tally.first or f"{tally.compared:,} compared, none differ"
@@ -180,46 +179,40 @@ def try_one(contract: Contract, bound: Bound, name: str, options: Options) -> Pl
 # Judge a claim at L3, on many drawn inputs, and at L4, by proof.
 
 
-def judge_higher_levels(
-    contract: Contract, bound: Bound, options: Options, tally: Tally, record: ClaimRecord
-) -> ClaimRecord:
+def judge_higher_levels(bound: Bound, tally: Tally, record: ClaimRecord) -> ClaimRecord:
     """Judge L3 and then L4; `record` and `tally` are those of L2, which the claim has reached."""
     if bound.claim.relation not in ladder.NOT_DRAWN:
-        record = judge_drawn_inputs(contract, bound, options, tally, record)
+        record = judge_drawn_inputs(bound, tally, record)
         if record.level < 3:
             return record
-    if bound.claim.proof is None or options.level < 4:
+    if bound.claim.proof is None or bound.options.level < 4:
         return record
-    return judge_proof(contract, bound, options, record)
+    return judge_proof(bound, record)
 
 
-def judge_drawn_inputs(
-    contract: Contract, bound: Bound, options: Options, tally: Tally, record: ClaimRecord
-) -> ClaimRecord:
+def judge_drawn_inputs(bound: Bound, tally: Tally, record: ClaimRecord) -> ClaimRecord:
     """Judge L3: draw inputs until there are enough, or until one breaks the claim."""
     drawn = Tally()  # counted apart from the inputs that L2 listed
-    failing = find_breach(contract, bound, drawn, options.claim_seconds)
+    failing = find_breach(bound, drawn)
     tally.add(drawn)
     record = replace(record, drawn=drawn.inputs, **tally.counts())
     if failing is not None:
         if isinstance(failing, Recipe):
-            failing = shrink(contract, bound, failing)
-        found = failure_fields(contract, bound, options, tally, failing)
+            failing = shrink(bound, failing)
+        found = failure_fields(bound, tally, failing)
         return replace(record, verdict="broken", level=1, at=3, **tally.counts(), **found)
     if drawn.inputs >= ladder.ENOUGH_INPUTS:
         return replace(record, level=3)
-    seconds = f"{options.claim_seconds:.0f} s"
+    seconds = f"{bound.options.claim_seconds:.0f} s"
     return replace(
         record,
         detail=f"{drawn.inputs:,} inputs in {seconds}; L3 requires {ladder.ENOUGH_INPUTS:,}",
     )
 
 
-def judge_proof(
-    contract: Contract, bound: Bound, options: Options, record: ClaimRecord
-) -> ClaimRecord:
+def judge_proof(bound: Bound, record: ClaimRecord) -> ClaimRecord:
     """Judge L4: the proof must hold for the subject and fail for the planted one."""
-    proof, planted = proving.prove(contract, bound, options)
+    proof, planted = proving.prove(bound)
     record = replace(record, proof=proof)
     if not proof.kept:
         verdict, at = ("broken", 4) if proof.cases else ("could-not-run", 0)
@@ -258,7 +251,8 @@ def verify_contract(
                 if checks is None:
                     subject = find_subject(contract, options)
                     checks = check(contract, subject, not options.subject)
-                record = judge_claim(contract, claim, options, empty, checks, progress)
+                bound = bind(contract, claim, options)
+                record = judge_claim(bound, empty, checks, progress)
         except IsobitError as error:
             record = replace(empty, detail=in_one_line(error))
         except (Exception, SystemExit) as error:  # in a predicate, a proof or an import
@@ -268,48 +262,38 @@ def verify_contract(
 
 
 def judge_claim(
-    contract: Contract,
-    claim: Claim,
-    options: Options,
-    empty: ClaimRecord,
-    checks: Tally,
-    progress: Progress = unseen,
+    bound: Bound, empty: ClaimRecord, checks: Tally, progress: Progress = unseen
 ) -> ClaimRecord:
     """Judge one claim level by level, until the level that it must reach or the first that fails."""
-    bound = bind(contract, claim, options)
-    required = min(level_number(claim.level), options.level)
+    required = min(level_number(bound.claim.level), bound.options.level)
     if checks.differing:
         record = replace(empty, verdict="broken", at=1, detail=checks.first)
         return replace(record, compared=checks.compared, differing=checks.differing)
     if required < 2:
         return replace(empty, verdict="kept", level=1, compared=checks.compared, cases=checks.cases)
-    record, tally = judge_fixed_inputs(contract, bound, options, empty, progress)
+    record, tally = judge_fixed_inputs(bound, empty, progress)
     if record.verdict != "kept" or required == 2:
         return record
-    return judge_higher_levels(contract, bound, options, tally, record)
+    return judge_higher_levels(bound, tally, record)
 
 
 def judge_fixed_inputs(
-    contract: Contract,
-    bound: Bound,
-    options: Options,
-    empty: ClaimRecord,
-    progress: Progress = unseen,
+    bound: Bound, empty: ClaimRecord, progress: Progress = unseen
 ) -> tuple[ClaimRecord, Tally]:
     """Judge L2: the listed inputs, and every planted wrong subject."""
-    tally, failing = examine(contract, bound, options.thorough, progress=progress)
+    tally, failing = examine(bound, progress=progress)
     record = replace(empty, level=1, **tally.counts())
     if tally.differing:
         progress(f"{bound.claim.id}: looking for a smaller case", 0, 1)
-        smallest = shrink(contract, bound, failing)
-        found = failure_fields(contract, bound, options, tally, smallest)
+        smallest = shrink(bound, failing)
+        found = failure_fields(bound, tally, smallest)
         return replace(record, verdict="broken", at=2, **found), tally
     idle = [name for name in bound.claim.params.get("under", ()) if not tally.shares.get(name)]
     if not tally.compared or not tally.cases or idle:
         detail = f"nothing was compared under {idle[0]}" if idle else "nothing was compared"
         return replace(record, verdict="vacuous", detail=detail), tally
     planted = []
-    for one in try_planted(contract, bound, options):
+    for one in try_planted(bound):
         planted.append(one)
         progress(f"{bound.claim.id}, planted {one.name}", len(planted), len(planted))
     record = replace(record, planted=tuple(planted))
