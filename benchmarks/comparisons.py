@@ -19,9 +19,9 @@ import isobit
 from benchmarks.kernel_launches import SHORT
 from benchmarks.records import ROOT
 from isobit.certifying import executing
+from isobit.ops.attesting import wide_values
 from isobit.ops.gpu.executors import prepare
 from isobit.ops.linear import triton as linear
-from isobit.ops.portable.hard_inputs import wide_values
 from isobit.order.engines import ENGINE_OF_TARGET
 from tests.gpu import attention_plans, test_triton_logprob
 from tests.gpu.named_launches import Plan, count_differences, forward, input_grad, run_named

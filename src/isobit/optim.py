@@ -15,7 +15,7 @@ from isobit.ops.adamw import step as steps
 from isobit.ops.adamw.portable import Numbers, numbers_of
 from isobit.ops.exact_sum.op import exact_state_anywhere, round_state
 from isobit.ops.gpu.executors import is_asked_for
-from isobit.ops.unfinished import refuse_unfinished
+from isobit.ops.share import refuse_unfinished
 
 __all__ = ["AdamW", "clip_grad_norm_", "get_total_norm"]
 

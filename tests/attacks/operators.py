@@ -9,8 +9,7 @@ import torch
 
 import isobit
 from isobit import bits
-from isobit.ops import dispatch
-from isobit.ops.portable import hard_inputs
+from isobit.ops import attesting, dispatch
 from isobit.order.samples import Samples
 
 ROWS, FEATURES = 6, 48
@@ -24,7 +23,7 @@ OPERATORS = {
 
 def draw(*shape, dtype=torch.float32, seed=0):
     """Normal numbers, the same in every setting."""
-    return hard_inputs.draw(*shape, dtype=dtype, seed=seed)
+    return attesting.draw(*shape, dtype=dtype, seed=seed)
 
 
 def public(name):

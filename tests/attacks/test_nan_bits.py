@@ -5,7 +5,7 @@ import torch
 
 import isobit
 from isobit import bits
-from isobit.ops.portable.rounding import round_once
+from isobit.ops.portable.sums import round_once
 from tests.attacks.operators import FEATURES, ROWS, calls, draw, force_portable
 
 QUIET = {torch.float32: 0x7FC00000, torch.bfloat16: 0x7FC0, torch.float16: 0x7E00}

@@ -39,7 +39,7 @@ def test_a_wrong_kernel_is_not_attested(capsys, monkeypatch):
         run(kernel, grid, x, y, *args, **options)
         y.view(-1)[-1] += 1
 
-    monkeypatch.setattr("isobit.ops.gpu.element_tiles.run", wrong)
+    monkeypatch.setattr("isobit.ops.gpu.launching.run", wrong)
     assert main.main([*FEW, "--json"]) == 1
     found = json.loads(capsys.readouterr().out)["operators"]
     assert [one["kept"] for one in found["rotary"]] == [True] * 3

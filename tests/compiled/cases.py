@@ -14,7 +14,7 @@ from isobit.certifying.plan import operators
 from isobit.certifying.plan.domain import Names, Values
 from isobit.certifying.plan.operators import Arithmetic
 from isobit.ops.linear import triton_products as linear
-from isobit.ops.linear.triton_weight_grad import weight_grad
+from isobit.ops.linear.triton_products import weight_grad
 from isobit.ops.rms_norm.triton import normalise_rows
 from isobit.ops.softmax.triton import softmax
 from isobit.order.plan import FeaturePlan

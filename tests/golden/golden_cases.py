@@ -5,7 +5,7 @@ import torch
 from isobit import bits
 from isobit.contracts.judge.recipes import mirror
 from isobit.library.placements import SAMPLE_LENGTHS
-from isobit.ops.portable.hard_inputs import wide_values
+from isobit.ops.attesting import wide_values
 from isobit.order.samples import Samples
 
 # (K, N): four and eight segments of K, one segment, eight longer ones; two long segments of N, for dX.

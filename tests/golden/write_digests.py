@@ -11,8 +11,7 @@ from pathlib import Path
 import torch
 
 from isobit.ops.linear import portable
-from isobit.ops.portable.rounding import one_nan, round_once, widen_rows
-from isobit.ops.portable.sums import multiply_add
+from isobit.ops.portable.sums import multiply_add, one_nan, round_once, widen_rows
 from isobit.order.evaluate import AMX_BLOCK, SMALLEST_NORMAL
 from isobit.order.plan import VERSION, FeaturePlan
 from isobit.order.tree import merge

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 import isobit
-from isobit.ops.portable.hard_inputs import special_values, wide_values
+from isobit.ops.attesting import special_values, wide_values
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TARGETS = ["sm_80", "sm_90", "sm_100"]

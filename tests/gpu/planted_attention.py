@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from isobit.ops.attention import triton_backward, triton_forward, triton_states
+from isobit.ops.attention import triton_backward, triton_forward
 from isobit.ops.gpu.elementary import exp_nonpositive
 from isobit.ops.gpu.sums import fresh_dot, merge_columns
 
@@ -69,10 +69,10 @@ def unscaled_last(scores, weight_grads, lse, dots, seen, SCALE):
 
 # what it changes -> (module, name, replacement)
 FORWARD = {
-    "lanes of the sum of weights": (triton_states, "add_lanes", other_lanes),
-    "runs of products": (triton_states, "fresh_dot", dot_in_halves),
+    "lanes of the sum of weights": (triton_forward, "add_lanes", other_lanes),
+    "runs of products": (triton_forward, "fresh_dot", dot_in_halves),
     "merge of chunks": (triton_forward, "merge_states", merge_without_rescaling_the_first),
-    "exponential": (triton_states, "exp_nonpositive", fused_exponential),
+    "exponential": (triton_forward, "exp_nonpositive", fused_exponential),
 }
 BACKWARD = {
     "runs of products": (triton_backward, "fresh_dot", dot_in_halves),

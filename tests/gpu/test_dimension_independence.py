@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 import isobit
 from isobit.certifying import executing
-from isobit.ops.portable.hard_inputs import wide_values
+from isobit.ops.attesting import wide_values
 from tests.gpu.generic_kernels import launch_by_sizes, run_specialised
 
 F32, BF16 = torch.float32, torch.bfloat16

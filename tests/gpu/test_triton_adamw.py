@@ -12,9 +12,9 @@ from isobit import bits
 from isobit.errors import UnsupportedError
 from isobit.library.on_gpu.twins import source
 from isobit.ops.adamw import portable
+from isobit.ops.attesting import wide_values
 from isobit.ops.gpu import executors
 from isobit.ops.gpu.attestation import attest_operator
-from isobit.ops.portable.hard_inputs import wide_values
 from isobit.optim import AdamW, clip_grad_norm_, get_total_norm
 from tests.sweeps import mostly_full
 

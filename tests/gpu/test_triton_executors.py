@@ -12,8 +12,8 @@ pytest.importorskip("triton")
 
 import isobit
 import isobit.certifying
+from isobit.ops.attesting import wide_values
 from isobit.ops.gpu import executors
-from isobit.ops.portable.hard_inputs import wide_values
 from tests.gpu.operator_calls import DTYPES, ODD, SMALL, TARGETS, differences
 from tests.sweeps import mostly_full
 

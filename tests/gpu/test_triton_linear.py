@@ -11,7 +11,7 @@ import torch
 
 import isobit
 from isobit.errors import UnsupportedError
-from isobit.ops.portable.hard_inputs import wide_values
+from isobit.ops.attesting import wide_values
 
 pytest.importorskip("triton")
 from isobit.certifying import executing

@@ -20,9 +20,7 @@ from isobit.certifying.plan.operators import Arithmetic
 from isobit.ops.logprob import portable
 from isobit.ops.logprob import triton as executor
 from isobit.ops.portable.elementary import exp_nonpositive
-from isobit.ops.portable.log_sum_exp import Pair, merge_pairs
-from isobit.ops.portable.rounding import one_nan, round_once
-from isobit.ops.portable.sums import sum_products
+from isobit.ops.portable.sums import Pair, merge_pairs, one_nan, round_once, sum_products
 from isobit.order.plan import FeaturePlan
 from tests.compiled.running import raw
 from tests.gpu.named_launches import SHORT

@@ -17,8 +17,8 @@ import isobit
 import isobit.certifying
 from isobit.certifying.running.backends import MachineBackend
 from isobit.foundation import backends
-from isobit.ops.gpu import executors, norm_grads, ordered_rows
-from isobit.ops.portable.hard_inputs import wide_values
+from isobit.ops.attesting import wide_values
+from isobit.ops.gpu import executors, ordered_rows
 from isobit.order.plan import Leaf
 from tests.gpu.operator_calls import Call, differences
 
@@ -123,5 +123,5 @@ def test_samples_that_are_not_merged_by_the_tree_are_found(monkeypatch):
         bounds = torch.tensor([0, len(sums)])
         return ordered_rows.fold(sums, bounds, dtype)[0]
 
-    monkeypatch.setattr(norm_grads, "sum_leaves", fold_all)
+    monkeypatch.setattr(ordered_rows, "sum_leaves", fold_all)
     assert differences([NORM_OF_TOKENS], "interpreter", "sm_90") == [(0, 2)]

@@ -14,7 +14,7 @@ from isobit import bits
 from isobit.foundation.machine import thread_count
 from isobit.ops import dispatch
 from isobit.ops.adamw import portable, step
-from isobit.ops.portable.hard_inputs import wide_values
+from isobit.ops.attesting import wide_values
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 of_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["f32", "bf16", "f16"])

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from isobit import bits
 from isobit.ops import dispatch
+from isobit.ops.attesting import wide_values
 from isobit.ops.gelu import portable as portable_gelu
-from isobit.ops.portable.hard_inputs import wide_values
 from isobit.ops.silu import portable as portable_silu
 from isobit.ops.swiglu import portable as portable_swiglu
 from tests.ops.elements import DTYPES, FUNCTIONS, UP, gradient, of_each

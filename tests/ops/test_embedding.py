@@ -15,9 +15,9 @@ import torch.nn.functional as F
 
 from isobit import ArgumentError, UnsupportedError, bits
 from isobit.ops import dispatch
+from isobit.ops.attesting import wide_values
 from isobit.ops.embedding import portable
 from isobit.ops.embedding.op import embedding
-from isobit.ops.portable.hard_inputs import wide_values
 from isobit.order.samples import Samples
 from isobit.order.tree import merge
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 import isobit
 from isobit import bits
 from isobit.ops import dispatch
+from isobit.ops.attesting import wide_values
 from isobit.ops.linear import op, partial
-from isobit.ops.portable.hard_inputs import wide_values
 from isobit.ops.portable.sums import multiply_add
 from isobit.order.evaluate import ENGINES, add_fp32, evaluate, evaluate_segment
 from isobit.order.plan import FeaturePlan

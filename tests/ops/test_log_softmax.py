@@ -14,10 +14,10 @@ from torch import Tensor
 
 from isobit import ArgumentError, UnsupportedError, bits
 from isobit.ops import dispatch
+from isobit.ops.attesting import wide_values
 from isobit.ops.log_softmax import portable
 from isobit.ops.log_softmax.op import log_softmax
 from isobit.ops.portable.elementary import log_positive
-from isobit.ops.portable.hard_inputs import wide_values
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EXTENTS = [1, 2, 15, 16, 17, 256, 300, 511, 512, 1024, 1025, 1101, 2049, 5000]

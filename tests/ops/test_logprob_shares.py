@@ -19,8 +19,8 @@ from isobit.ops import dispatch
 from isobit.ops.logprob import partial, portable
 from isobit.ops.logprob.loss import linear_cross_entropy
 from isobit.ops.logprob.op import linear_logprob
-from isobit.ops.portable.rounding import round_once
 from isobit.ops.portable.samples import whole_samples
+from isobit.ops.portable.sums import round_once
 from isobit.ops.share import Share, collecting
 from isobit.order import tree
 from isobit.order.cut import Cut

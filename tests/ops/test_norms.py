@@ -13,9 +13,9 @@ from torch import Tensor
 
 from isobit import ArgumentError, UnsupportedError, bits
 from isobit.ops import dispatch
+from isobit.ops.attesting import wide_values
 from isobit.ops.layer_norm import portable as layer_portable
 from isobit.ops.layer_norm.op import layer_norm
-from isobit.ops.portable.hard_inputs import wide_values
 from isobit.ops.rms_norm import portable as rms_portable
 from isobit.ops.rms_norm.op import rms_norm
 from isobit.order.evaluate import ENGINES, evaluate

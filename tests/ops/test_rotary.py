@@ -12,7 +12,7 @@ from torch import Tensor
 
 from isobit import ArgumentError, UnsupportedError, bits
 from isobit.ops import dispatch
-from isobit.ops.portable.hard_inputs import wide_values
+from isobit.ops.attesting import wide_values
 from isobit.ops.rotary import portable
 from isobit.ops.rotary.op import rotary
 

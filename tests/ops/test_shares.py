@@ -14,12 +14,12 @@ from torch import Tensor
 
 from isobit import UnsupportedError, bits
 from isobit.ops import dispatch
+from isobit.ops.attesting import wide_values
 from isobit.ops.embedding.op import embedding
 from isobit.ops.layer_norm.op import layer_norm
 from isobit.ops.linear.group import linear_group
 from isobit.ops.linear.op import linear
-from isobit.ops.portable.hard_inputs import wide_values
-from isobit.ops.portable.rounding import round_once
+from isobit.ops.portable.sums import round_once
 from isobit.ops.rms_norm.op import rms_norm
 from isobit.ops.share import Share, check_share, collecting, share_in_force
 from isobit.order.samples import Samples

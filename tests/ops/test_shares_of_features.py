@@ -6,12 +6,12 @@ from torch import Tensor
 
 from isobit import ArgumentError, CutError, bits
 from isobit.ops import dispatch
+from isobit.ops.attesting import wide_values
 from isobit.ops.embedding import partial as table
 from isobit.ops.embedding.op import embedding
 from isobit.ops.linear import partial
 from isobit.ops.linear.group import linear_group
-from isobit.ops.portable.hard_inputs import wide_values
-from isobit.ops.portable.rounding import round_once
+from isobit.ops.portable.sums import round_once
 from isobit.ops.rms_norm import partial as heads_of
 from isobit.ops.rms_norm import portable
 from isobit.ops.rms_norm.op import rms_norm

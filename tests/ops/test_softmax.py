@@ -12,8 +12,8 @@ from torch import Tensor
 
 from isobit import ArgumentError, UnsupportedError, bits
 from isobit.ops import dispatch
+from isobit.ops.attesting import wide_values
 from isobit.ops.portable.elementary import FP32, exp_nonpositive
-from isobit.ops.portable.hard_inputs import wide_values
 from isobit.ops.portable.sums import sum_last
 from isobit.ops.softmax import portable
 from isobit.ops.softmax.op import softmax

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import isobit
-from isobit.ops.constants_of_graphs import constant_in_graphs
+from isobit.ops.dispatch import constant_in_graphs
 
 # Every package with a stub, except one that only commands import, and two whose packages are not installed.
 LEFT_OUT = {"isobit.comparing.dumps", "isobit.integrations.lightning", "isobit.integrations.trl"}

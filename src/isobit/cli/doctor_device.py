@@ -25,9 +25,14 @@ from isobit.contracts.language.grammar import suggest
 from isobit.errors import ArgumentError, in_one_line
 from isobit.foundation import backends, files
 from isobit.foundation.records import Attestation, to_json
-from isobit.ops.gpu.attestation import PRODUCTS, attest_operator
+from isobit.ops.gpu.attestation import (
+    OPERANDS,
+    PRODUCTS,
+    attest_operator,
+    expected_engine,
+    reveal_leaf,
+)
 from isobit.ops.gpu.executors import DTYPES, OPERATORS
-from isobit.ops.gpu.leaf import OPERANDS, expected_engine, reveal_leaf
 from isobit.order.plan import VERSION
 from isobit.reveal.tensor_core import FoundLeaf
 

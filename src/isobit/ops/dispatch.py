@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import lru_cache, update_wrapper
 from importlib import import_module
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 
@@ -25,14 +25,28 @@ from isobit.errors import PortableWarning, UnsupportedError
 from isobit.foundation import backends, native
 from isobit.foundation.isolation import run_apart
 from isobit.foundation.records import Attestation
-from isobit.ops.constants_of_graphs import constant_in_graphs
+
+# Mark functions whose results torch.compile takes as constants.
+#
+# torch.compiler.assume_constant_result does the same, and imports the compiler, which takes as long as torch itself.
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def constant_in_graphs(function: Callable[P, R]) -> Callable[P, R]:
+    """Let torch.compile call a function while it traces, and keep the result in the graph."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
 
 T = TypeVar("T")
 
-# Every folder with an op.py is an operator. An attest.py compares native with portable results on hard inputs; both are
-# imported by name when they are needed, so that no operator's digest covers the source of the others.
+# Every folder with an op.py is an operator. A function `difference` in its portable.py, or in attest.py where it is
+# long, compares an executor with the portable one on hard inputs. Both are imported by name when they are needed, so
+# that no operator's digest covers the source of the others.
 OPERATORS = tuple(sorted(path.parent.name for path in Path(__file__).parent.glob("*/op.py")))
-ATTESTED = tuple(sorted(path.parent.name for path in Path(__file__).parent.glob("*/attest.py")))
+FOLDERS = tuple(sorted(path.parent.name for path in Path(__file__).parent.glob("*/portable.py")))
 # fp64 is for gradcheck: it has the same tree and no native kernel.
 NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -121,23 +135,29 @@ def unattested(dtype: torch.dtype, error: Exception) -> Attestation:
 
 def attest_kernels() -> tuple[Attestation, ...]:
     """Compare the kernels of every dtype with the order of addition, then with the portable executors."""
-    products = import_module("isobit.ops.linear.attest").attest_kernels()
+    products = find_attestation("linear").attest_kernels()
     return tuple(attest_operators(attestation) for attestation in products)
 
 
 def attest_operators(products: Attestation) -> Attestation:
     """Extend a dtype's attestation of products by a comparison of every other operator with its portable executor."""
-    for operator in ATTESTED if products.kept else ():
-        if operator == "linear":
+    for operator in FOLDERS if products.kept else ():
+        difference = getattr(find_attestation(operator), "difference", None)
+        if operator == "linear" or difference is None:  # it is attested, or has no native kernel
             continue
         products = replace(products, checks=products.checks + 1)
-        attest = import_module(f"isobit.ops.{operator}.attest")
-        found = attest.difference(getattr(torch, products.dtype))
+        found = difference(getattr(torch, products.dtype))
         if found is not None:
             return replace(
                 products, kept=False, detail=f"{found} differs from the portable executor"
             )
     return products
+
+
+def find_attestation(operator: str) -> Any:
+    """Import the module that compares an operator's executors with its definition: attest.py, else portable.py."""
+    apart = (Path(__file__).parent / operator / "attest.py").is_file()
+    return import_module(f"isobit.ops.{operator}.{'attest' if apart else 'portable'}")
 
 
 @lru_cache(maxsize=1)

@@ -8,6 +8,7 @@ have, `isobit::triton_<name>`; see [Note: a third executor] in isobit/ops/gpu/ex
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -152,9 +153,18 @@ def executor_of(name: str, dtype: torch.dtype, given: tuple[Any, ...]) -> str:
     if executors.is_asked_for(given):
         executors.prepare(name, dtype)
         if backends.chosen() is None:
-            executors.require_attested(name, dtype, given)
+            require_attested(name, dtype, given)
         return "triton"
     return "native" if name not in _without_kernel and dispatch.is_native(dtype) else "portable"
+
+
+def require_attested(name: str, dtype: torch.dtype, given: tuple[Any, ...]) -> None:
+    """Raise EngineError unless an operator is attested on the GPU of a call's tensors.
+
+    Attestation is imported by name, so that evidence of the CPU's executors does not cover its source.
+    """
+    device = next(t.device for t in given if isinstance(t, Tensor) and t.is_cuda)
+    import_module("isobit.ops.gpu.attestation").require(name, dtype, device)
 
 
 def rows_and_columns(x: Tensor) -> tuple[int, int]:

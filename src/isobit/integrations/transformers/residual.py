@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.ops.portable.rounding import settle_nans
+from isobit.ops.portable.sums import settle_nans
 
 
 def add(left: Tensor, right: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from isobit.library.adamw.claims import (
     stepped,
 )
 from isobit.ops.adamw import portable
-from isobit.ops.portable.rounding import round_once
+from isobit.ops.portable.sums import round_once
 from isobit.optim import AdamW
 
 NUMBERS = portable.numbers_of(RATE, BETAS, EPS, DECAY, COUNT)

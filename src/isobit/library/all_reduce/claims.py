@@ -12,7 +12,7 @@ from isobit.contracts.judge.recipes import Case
 from isobit.contracts.judge.tally import Tally
 from isobit.foundation.records import Proof
 from isobit.library.certificates import Question, prove_orders
-from isobit.ops.portable.rounding import settle_nans
+from isobit.ops.portable.sums import settle_nans
 from isobit.order.addition import Branch
 from isobit.order.tree import merge
 from isobit.parallel.collectives.elementwise_add import add_rows, add_two

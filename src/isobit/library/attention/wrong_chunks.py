@@ -13,8 +13,7 @@ from isobit.library.attention.subject import attention
 from isobit.ops.attention.op import default_samples
 from isobit.ops.attention.portable import Fold, Mask, State
 from isobit.ops.portable.elementary import exp_nonpositive
-from isobit.ops.portable.rounding import round_once
-from isobit.ops.portable.sums import multiply_add
+from isobit.ops.portable.sums import multiply_add, round_once
 from isobit.order.plan import ATTENTION_BLOCK, ATTENTION_CHUNK
 from isobit.order.samples import Samples
 

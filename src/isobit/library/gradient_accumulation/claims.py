@@ -22,7 +22,7 @@ from isobit.ops.embedding.op import embedding
 from isobit.ops.layer_norm.op import layer_norm
 from isobit.ops.linear.group import linear_group
 from isobit.ops.linear.op import linear
-from isobit.ops.portable.rounding import round_once
+from isobit.ops.portable.sums import round_once
 from isobit.ops.rms_norm.op import rms_norm
 from isobit.ops.share import Share, accumulation_dtype, collecting
 from isobit.order.samples import Samples

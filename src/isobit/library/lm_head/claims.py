@@ -21,8 +21,7 @@ from isobit.library.subjects import refuses_each
 from isobit.ops.linear.op import linear, linear_fp32
 from isobit.ops.log_softmax.op import log_softmax
 from isobit.ops.logprob.op import linear_logprob
-from isobit.ops.portable.rounding import widen_rows
-from isobit.ops.portable.sums import sum_products
+from isobit.ops.portable.sums import sum_products, widen_rows
 from isobit.order.plan import FeaturePlan
 
 Logits = Callable[[Tensor, Tensor], Tensor]

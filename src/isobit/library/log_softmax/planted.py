@@ -15,7 +15,7 @@ from isobit.library.gradients import with_value
 from isobit.library.subjects import Subject
 from isobit.ops.log_softmax.op import log_softmax
 from isobit.ops.portable.elementary import exp_nonpositive, log_positive
-from isobit.ops.portable.log_sum_exp import MaxSum, sum_pairs
+from isobit.ops.portable.sums import MaxSum, sum_pairs
 from isobit.order.plan import FeaturePlan
 
 LogSumExp = Callable[[Tensor], MaxSum]

@@ -19,7 +19,7 @@ from isobit.library.softmax.proofs import BOUNDED, prove_rising
 from isobit.library.subjects import Subject
 from isobit.ops.log_softmax import portable
 from isobit.ops.portable.elementary import exp_nonpositive, log_positive
-from isobit.ops.portable.log_sum_exp import sum_pairs
+from isobit.ops.portable.sums import sum_pairs
 from isobit.order.evaluate import expected_tree
 from isobit.order.plan import FeaturePlan
 from isobit.order.tree import merge

@@ -23,8 +23,8 @@ from isobit.library.placements import (
 from isobit.library.subjects import refuses_each
 from isobit.ops.logprob import partial, portable
 from isobit.ops.logprob.op import IGNORED
-from isobit.ops.portable.rounding import round_once
 from isobit.ops.portable.samples import whole_samples
+from isobit.ops.portable.sums import round_once
 from isobit.order import tree
 from isobit.order.cut import Cut
 from isobit.order.samples import Samples

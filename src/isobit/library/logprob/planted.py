@@ -18,8 +18,8 @@ from isobit.library.logprob.scored import Scored, gradients
 from isobit.ops.linear.op import linear_fp32
 from isobit.ops.logprob.op import linear_logprob
 from isobit.ops.portable.elementary import log_positive
-from isobit.ops.portable.log_sum_exp import MaxSum, sum_pairs
 from isobit.ops.portable.samples import whole_samples
+from isobit.ops.portable.sums import MaxSum, sum_pairs
 from isobit.order import tree
 from isobit.order.samples import Samples
 

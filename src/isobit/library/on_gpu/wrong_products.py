@@ -11,8 +11,8 @@ from isobit.library.on_gpu.twins import source, twin
 from isobit.ops.linear.op import linear
 
 PRODUCTS = "isobit.ops.linear.triton_products"
-FORWARD, STATES = "isobit.ops.attention.triton_forward", "isobit.ops.attention.triton_states"
-BLOCKS = "isobit.ops.attention.triton_blocks"
+FORWARD, STATES = "isobit.ops.attention.triton_forward", "isobit.ops.attention.triton_forward"
+BLOCKS = "isobit.ops.attention.triton_forward"
 NARROW = ".to(tl.bfloat16).to(tl.float32)"
 
 

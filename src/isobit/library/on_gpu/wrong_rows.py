@@ -14,7 +14,7 @@ from isobit.order.samples import Samples
 
 RMS, LAYER = "isobit.ops.rms_norm.triton", "isobit.ops.layer_norm.triton"
 SOFTMAX, LOG_SOFTMAX = "isobit.ops.softmax.triton", "isobit.ops.log_softmax.triton"
-GRADS, ROWS = "isobit.ops.gpu.norm_grads", "isobit.ops.gpu.ordered_rows"
+GRADS, ROWS = "isobit.ops.gpu.ordered_rows", "isobit.ops.gpu.ordered_rows"
 NARROW = ".to(tl.bfloat16).to(tl.float32)"
 TOGETHER = "tl.zeros((ROWS, 1), tl.float32)"  # gives all rows of a program the value of one
 

@@ -11,7 +11,7 @@ from isobit.library import stock
 from isobit.library.bounds import U
 from isobit.library.gradients import gradients
 from isobit.library.subjects import Subject
-from isobit.ops.portable.rounding import round_once
+from isobit.ops.portable.sums import round_once
 from isobit.ops.rotary import portable
 from isobit.ops.rotary.op import rotary
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from isobit.ops.attention.triton_blocks import BLOCK, load_heads, load_sample, visible_keys
+from isobit.ops.attention.triton_forward import BLOCK, load_heads, load_sample, visible_keys
 from isobit.ops.gpu.elementary import exp_nonpositive, round_once
 from isobit.ops.gpu.sums import fresh_dot, merge_columns
 

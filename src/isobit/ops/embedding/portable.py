@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from isobit.ops.portable.rounding import round_once, widen_rows
-from isobit.ops.portable.sums import merge_segments
+from isobit import bits
+from isobit.ops.attesting import Call, call_native, wide_values
+from isobit.ops.portable.sums import merge_segments, round_once, widen_rows
 from isobit.ops.share import gradient_dtype
 from isobit.order.plan import Leaf
 from isobit.order.samples import Samples
@@ -40,3 +41,27 @@ def embedding_weight_grad(
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:
     """Return the rows of the table that ids name."""
     return weight.index_select(0, ids.reshape(-1)).reshape(*ids.shape, weight.shape[1])
+
+
+# Compare an executor's embedding with the portable one, bit for bit on ids that repeat.
+
+# (lengths, H): one sample of two leaves; several segments, one empty; three samples in one segment.
+CASES = (((270,), 17), ((9, 0, 20, 30), 3), ((9, 30, 20), 3))
+VOCABULARY, PADDING = 5, 3
+
+
+def difference(dtype: torch.dtype, call: Call = call_native) -> str | None:
+    """Return what differs first, or None."""
+    for lengths, n in CASES:
+        generator = torch.Generator().manual_seed(n)
+        samples = Samples.packed(lengths)
+        ids = torch.randint(0, VOCABULARY, (samples.rows,), generator=generator)
+        weight = wide_values((VOCABULARY, n), dtype, generator)
+        grad = wide_values((samples.rows, n), dtype, generator)
+        spans = torch.tensor(samples.spans)
+        y = call("embedding", ids, weight, spans, PADDING)
+        given = call("embedding_weight_grad", grad, ids, spans, VOCABULARY, PADDING)
+        expected = embedding_weight_grad(grad, ids, samples, VOCABULARY, PADDING)
+        if not (bits.equal(y, embedding(ids, weight)) and bits.equal(given, expected)):
+            return f"embedding of samples of {list(lengths)}"
+    return None

@@ -14,7 +14,7 @@ from isobit.ops import dispatch
 from isobit.ops.arguments import WITH_GPU, check_tensors
 from isobit.ops.exact_sum import portable
 from isobit.ops.gpu import executors
-from isobit.ops.portable.rounding import round_once
+from isobit.ops.portable.sums import round_once
 from isobit.ops.registration import declare, launch, portable_operator, register_operator
 
 

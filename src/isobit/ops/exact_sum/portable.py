@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from isobit import bits
+from isobit.ops.attesting import Call, call_native
 from isobit.order.exact_sum import exact_sum as sum_fp64
 from isobit.order.exact_sum import round_fp32
 
@@ -84,3 +86,42 @@ def exact_sum(x: Tensor) -> Tensor:
     if x.dtype == torch.float64:
         return torch.tensor(sum_fp64(x.detach().reshape(-1).tolist()), dtype=torch.float64)
     return round_state(state([x], squared=False), torch.float32)
+
+
+# Compare an executor's exact sums with the portable one: digits and roundings, on hard values.
+
+SIZES = (1, 37, 2049)
+
+
+def difference(dtype: torch.dtype, call: Call = call_native) -> str | None:
+    """Return what differs first, or None."""
+    for size in SIZES:
+        generator = torch.Generator().manual_seed(size)
+        normal = torch.randn(size, generator=generator, dtype=torch.float32)
+        x = torch.ldexp(normal, torch.randint(-140, 120, (size,), generator=generator)).to(dtype)
+        x = torch.where(x.isfinite(), x, 1.0)
+        for squared in (False, True):
+            found = call("exact_state", [x], squared)
+            if not bits.equal(found, state([x], squared)):
+                return f"the exact sum of {size} {'squares' if squared else 'values'}"
+            for kind in (torch.float32, torch.float64):
+                if not bits.equal(call("exact_round", found, kind), round_state(found, kind)):
+                    return f"the rounding of an exact sum to {kind}"
+    return None
+
+
+def difference_on_gpu(dtype: torch.dtype, call: Call) -> str | None:
+    """Return what differs first, or None; digits are compared by what they round to, as carries are not propagated."""
+    for size in SIZES:
+        generator = torch.Generator().manual_seed(size)
+        normal = torch.randn(size, generator=generator, dtype=torch.float32)
+        x = torch.ldexp(normal, torch.randint(-140, 120, (size,), generator=generator)).to(dtype)
+        for given in (x, torch.where(x.isfinite(), x, 1.0)):
+            if not bits.equal(call("exact_sum", given), exact_sum(given)):
+                return f"the exact sum of {size} values"
+            for squared in (False, True):
+                states = call("exact_state", given, squared), state([given], squared)
+                found, wanted = (round_state(s, torch.float64) for s in states)
+                if not bits.equal(found, wanted):
+                    return f"the digits of {size} {'squares' if squared else 'values'}"
+    return None

@@ -7,8 +7,10 @@ import math
 import torch
 from torch import Tensor
 
+from isobit import bits
+from isobit.ops.attesting import Call, call_native, special_values, wide_values
 from isobit.ops.portable.elementary import logistic, normal_share, sigmoid
-from isobit.ops.portable.rounding import round_once, widen
+from isobit.ops.portable.sums import round_once, widen
 
 BOUND = 32.0  # beyond it the logistic function is 0 or 1
 LINEAR = 2 * math.sqrt(2 / math.pi)
@@ -41,3 +43,22 @@ def gelu_backward(grad: Tensor, x: Tensor, tanh: bool) -> Tensor:
         share, density = normal_share(wide)
         slope = wide * density + share
     return round_once(widen(grad) * slope, x.dtype).contiguous()
+
+
+# Compare an executor's GELU with the portable one, bit for bit.
+
+EXTENT = 77  # a vector body and a tail
+
+
+def difference(dtype: torch.dtype, call: Call = call_native) -> str | None:
+    """Return what differs first, or None."""
+    generator = torch.Generator().manual_seed(EXTENT)
+    x = special_values((5, EXTENT), dtype, generator)
+    grad = wide_values((5, EXTENT), dtype, generator)
+    for tanh in (False, True):
+        if not bits.equal(call("gelu", x, tanh), gelu(x, tanh)):
+            return f"gelu with tanh={tanh}"
+        found = call("gelu_backward", grad, x, tanh)
+        if not bits.equal(found, gelu_backward(grad, x, tanh)):
+            return f"gelu's gradient with tanh={tanh}"
+    return None

@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from isobit.ops.gpu.element_tiles import run_elements
 from isobit.ops.gpu.elementary import logistic, normal_share, round_once, sigmoid
 from isobit.ops.gpu.executors import triton_operator
+from isobit.ops.gpu.launching import run_elements
 
 
 @triton.jit

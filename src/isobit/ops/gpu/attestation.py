@@ -4,15 +4,15 @@
 Row and element operators, and all products in fp32, must have the bits of the portable executor on the CPU. Products of
 16-bit operands must have those of the tensor-core engine that isobit.order.engines defines for the GPU: sums over
 features before rounding, on values of many magnitudes, by the kernels for few rows and for many. These sums of `linear`
-are compared for every operator that multiplies 16-bit operands; its own attest.py compares it in fp32. An operator that
-differs is refused at every call.
+are compared for every operator that multiplies 16-bit operands; its own attestation compares it in fp32. An operator
+that differs is refused at every call.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from importlib import import_module
-from typing import Any
 
 import torch
 
@@ -20,9 +20,33 @@ from isobit.errors import EngineError, in_one_line
 from isobit.foundation.isolation import run_apart
 from isobit.foundation.records import Attestation
 from isobit.ops.attesting import calls_on
-from isobit.ops.constants_of_graphs import constant_in_graphs
+from isobit.ops.dispatch import constant_in_graphs, find_attestation
 from isobit.ops.gpu import executors
 from isobit.order.engines import ENGINE_OF_TARGET
+from isobit.reveal.tensor_core import EXTENT, FoundLeaf, Row, reveal_tensor_core
+
+# Reveal the arithmetic of a GPU's matrix products by isobit's own kernels, and compare it with the defined one.
+
+OPERANDS = {torch.bfloat16: "bf16", torch.float16: "f16"}
+
+
+def reveal_leaf(dtype: torch.dtype, device: torch.device) -> FoundLeaf:
+    """Find how products of 16-bit operands are added on a device, or on the chosen backend."""
+    multiply = import_module("isobit.ops.linear.triton").multiply
+    ones = torch.ones(1, EXTENT, dtype=dtype, device=device)
+
+    def sums(rows: Sequence[Row]) -> list[float]:
+        terms = torch.tensor(rows, dtype=torch.float64).to(dtype).to(device)
+        found: list[float] = multiply(terms, ones, None, torch.float32)[:, 0].tolist()
+        return found
+
+    return reveal_tensor_core(sums, OPERANDS[dtype])
+
+
+def expected_engine(target: str) -> str:
+    """Return the engine that is defined for a target; "" if none is."""
+    return ENGINE_OF_TARGET.get(target, "")
+
 
 PRODUCTS = ("linear", "attention", "logprob")
 
@@ -96,7 +120,7 @@ def compare(
     import_module(executors.home_of(operator))
     for name in executors.names_of(operator):
         executors.prepare(name, dtype)
-    attest: Any = import_module(f"isobit.ops.{operator}.attest")
+    attest = find_attestation(operator)
     call = calls_on(device)
     if operator == "linear":
         return attest.difference_on_gpu(dtype, call, device, engine), 1

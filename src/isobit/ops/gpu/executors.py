@@ -23,7 +23,7 @@ from torch import Tensor
 
 from isobit.errors import EngineError, UnsupportedError
 from isobit.foundation import backends
-from isobit.ops.constants_of_graphs import constant_in_graphs
+from isobit.ops.dispatch import constant_in_graphs
 
 # Folders of isobit.ops.
 OPERATORS = tuple(
@@ -123,15 +123,6 @@ def prepare(name: str, dtype: torch.dtype) -> bool:
             _formulas[name](f"triton_{name}")
             _ready.add(name)
     return True
-
-
-def require_attested(name: str, dtype: torch.dtype, given: tuple[Any, ...]) -> None:
-    """Raise EngineError unless an operator is attested on the GPU of a call's tensors.
-
-    Attestation is imported by name, so that evidence of the CPU's executors does not cover its source.
-    """
-    device = next(t.device for t in given if isinstance(t, Tensor) and t.is_cuda)
-    import_module("isobit.ops.gpu.attestation").require(name, dtype, device)
 
 
 def import_executor(module: str) -> None:

@@ -11,6 +11,8 @@ from triton.runtime.jit import JITFunction
 from isobit.errors import UnsupportedError
 from isobit.foundation import backends
 from isobit.ops.gpu.targets import target_of_device
+from isobit.ops.gpu.tiles import tile_of
+from isobit.order.plan import LANES, FeaturePlan
 
 
 def run(
@@ -65,3 +67,35 @@ def target_of(tensor: Tensor) -> str:
         return backend.target
     check_gpu(tensor.device)
     return target_of_device(tensor.device)
+
+
+# How the elements of a call are shared out over programs, for functions of one element.
+
+
+def run_elements(
+    operator: str, kernel: Any, given: tuple[Tensor, ...], out: tuple[Tensor, ...], **constants: Any
+) -> None:
+    """Launch a kernel of elements; inputs are made contiguous, outputs are contiguous, all have one shape."""
+    size, tile = out[0].numel(), tile_of(operator, out[0].dtype, target_of(out[0]))
+    run(
+        kernel,
+        (-(-size // tile.size),),
+        *(tensor.contiguous() for tensor in given),
+        *out,
+        size,
+        warps=tile.warps,
+        BLOCK=tile.size,
+        **constants,
+    )
+
+
+# How the rows of a call are shared out over programs.
+
+
+def row_launch(operator: str, x: Tensor) -> tuple[int, tuple[int, ...], dict[str, Any]]:
+    """Return the rows of x [..., N], the grid, and the constants and options of a kernel of rows."""
+    n, tile = x.shape[-1], tile_of(operator, x.dtype, target_of(x))
+    rows, segments = x.shape[:-1].numel(), FeaturePlan(n).count
+    per_program = max(tile.size // (LANES * segments), 1)
+    grid = (-(-rows // per_program),)
+    return rows, grid, {"N": n, "SEGMENTS": segments, "ROWS": per_program, "warps": tile.warps}

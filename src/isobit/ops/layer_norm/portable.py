@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from isobit import bits
+from isobit.ops.attesting import Call, call_native, spans_and_samples, wide_values
 from isobit.ops.portable.norms import input_grad, scale_of
-from isobit.ops.portable.rounding import round_once, widen_rows
-from isobit.ops.portable.sums import mean_last, sum_samples
+from isobit.ops.portable.sums import mean_last, round_once, sum_samples, widen_rows
 from isobit.ops.share import gradient_dtype
 from isobit.order.samples import Samples
 
@@ -42,3 +44,28 @@ def layer_norm_backward(
         round_once(sums[0], dtype),
         round_once(sums[1], dtype),
     )
+
+
+# Compare an executor's LayerNorm with the portable one, bit for bit on hard rows.
+
+# (tokens, n): two leaves of tokens and a tail alone; one long segment of features.
+CASES = ((270, 7), (3, 1025))
+EPS = 1e-5
+
+
+def difference(dtype: torch.dtype, call: Call = call_native) -> str | None:
+    """Return what differs first, or None."""
+    for tokens, n in CASES:
+        generator = torch.Generator().manual_seed(n)
+        x, grad = (wide_values((tokens, n), dtype, generator) for _ in range(2))
+        weight, bias = (wide_values((n,), dtype, generator) for _ in range(2))
+        spans, samples = spans_and_samples(tokens)
+        found = call("layer_norm", x, weight, bias, EPS, spans)
+        given = call("layer_norm_backward", grad, x, weight, *found[1:], spans)
+        expected = layer_norm(x, weight, bias, EPS)
+        gradients = layer_norm_backward(grad, x, weight, *expected[1:], samples)
+        if not all(
+            bits.equal(a, b) for a, b in zip((*found, *given), (*expected, *gradients), strict=True)
+        ):
+            return f"layer_norm of {[tokens, n]}"
+    return None

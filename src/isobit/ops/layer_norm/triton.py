@@ -14,10 +14,8 @@ from torch import Tensor
 
 from isobit.ops.gpu.elementary import round_once
 from isobit.ops.gpu.executors import triton_operator
-from isobit.ops.gpu.launching import run
-from isobit.ops.gpu.norm_grads import sum_terms
-from isobit.ops.gpu.ordered_rows import sum_rows
-from isobit.ops.gpu.row_tiles import row_launch
+from isobit.ops.gpu.launching import row_launch, run
+from isobit.ops.gpu.ordered_rows import sum_rows, sum_terms
 from isobit.ops.gpu.sums import merge_columns
 from isobit.ops.portable.samples import whole_samples
 from isobit.ops.share import gradient_dtype

@@ -10,9 +10,8 @@ from isobit import bits
 from isobit.errors import RevealError, in_one_line
 from isobit.foundation import native
 from isobit.foundation.records import Attestation
-from isobit.ops.attesting import Call
+from isobit.ops.attesting import Call, spans_and_samples, wide_values
 from isobit.ops.linear import portable
-from isobit.ops.portable.hard_inputs import spans_and_samples, wide_values
 from isobit.order.addition import digest
 from isobit.order.engines import tensor_core
 from isobit.order.evaluate import ENGINES, by_leaf, evaluate, expected_tree, feature_segments

@@ -17,9 +17,8 @@ from isobit.foundation.isolation import keeping_subnormals
 from isobit.ops import dispatch
 from isobit.ops.arguments import check_tensors, refuse_shape
 from isobit.ops.linear.group import check_groups, interleave
-from isobit.ops.portable.rounding import round_once, widen_rows
 from isobit.ops.portable.samples import check_rows, spans_of
-from isobit.ops.portable.sums import sum_products, sum_rows
+from isobit.ops.portable.sums import round_once, sum_products, sum_rows, widen_rows
 from isobit.order.cut import Cut
 from isobit.order.plan import SAMPLE_CAP, SAMPLE_UNIT, FeaturePlan, count_segments
 from isobit.order.samples import Samples, segment_size

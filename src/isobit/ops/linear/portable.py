@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from isobit.ops.portable.rounding import round_once, widen_rows
-from isobit.ops.portable.sums import sum_products, sum_rows
+from isobit.ops.portable.sums import round_once, sum_products, sum_rows, widen_rows
 from isobit.ops.share import gradient_dtype
 from isobit.order.plan import FeaturePlan
 from isobit.order.samples import Samples

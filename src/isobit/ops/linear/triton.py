@@ -18,8 +18,9 @@ from isobit.ops.linear.triton_products import (
     linear_segments,
     linear_tile,
     merge_segments,
+    sum_leaf_rows,
+    weight_grad,
 )
-from isobit.ops.linear.triton_weight_grad import sum_leaf_rows, weight_grad
 from isobit.ops.portable.samples import whole_samples
 from isobit.ops.share import gradient_dtype
 from isobit.order.plan import LEAF, FeaturePlan

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from isobit import bits
+from isobit.ops.attesting import ROW_LENGTHS, Call, call_native, wide_values
 from isobit.ops.portable.elementary import exp_nonpositive, log_positive
-from isobit.ops.portable.log_sum_exp import sum_pairs
-from isobit.ops.portable.rounding import round_once, widen_rows
-from isobit.ops.portable.sums import sum_last
+from isobit.ops.portable.sums import round_once, sum_last, sum_pairs, widen_rows
 
 
 def log_softmax(x: Tensor) -> Tensor:
@@ -26,3 +26,18 @@ def log_softmax_backward(grad: Tensor, y: Tensor) -> Tensor:
         return torch.empty_like(y, memory_format=torch.contiguous_format)
     rows, weights = widen_rows(grad), exp_nonpositive(widen_rows(y).contiguous())
     return round_once(rows - weights * sum_last(rows), y.dtype).reshape(y.shape)
+
+
+# Compare an executor's log-softmax with the portable one, bit for bit on hard rows.
+
+
+def difference(dtype: torch.dtype, call: Call = call_native) -> str | None:
+    """Return what differs first, or None."""
+    for extent in ROW_LENGTHS:
+        generator = torch.Generator().manual_seed(extent)
+        x, grad = (wide_values((3, extent), dtype, generator) for _ in range(2))
+        y = call("log_softmax", x)
+        given = call("log_softmax_backward", grad, y)
+        if not (bits.equal(y, log_softmax(x)) and bits.equal(given, log_softmax_backward(grad, y))):
+            return f"log_softmax at extent {extent}"
+    return None

@@ -18,9 +18,8 @@ from isobit.ops.arguments import check_tensors, refuse_shape
 from isobit.ops.linear.op import check_linear
 from isobit.ops.logprob import portable
 from isobit.ops.logprob.op import check_targets, check_temperature
-from isobit.ops.portable.log_sum_exp import Pair
-from isobit.ops.portable.rounding import one_nan
 from isobit.ops.portable.samples import whole_samples
+from isobit.ops.portable.sums import Pair, one_nan
 from isobit.ops.share import accumulation_dtype
 from isobit.order import tree
 from isobit.order.cut import Cut

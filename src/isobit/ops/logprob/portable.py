@@ -5,10 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from isobit import bits
+from isobit.ops.attesting import Call, call_native, wide_values
 from isobit.ops.portable.elementary import exp_nonpositive, log_positive
-from isobit.ops.portable.log_sum_exp import Pair, merge_pairs
-from isobit.ops.portable.rounding import one_nan, round_once, widen_rows
-from isobit.ops.portable.sums import sum_products
+from isobit.ops.portable.sums import (
+    Pair,
+    merge_pairs,
+    one_nan,
+    round_once,
+    sum_products,
+    widen_rows,
+)
 from isobit.ops.share import gradient_dtype
 from isobit.order.cut import Cut
 from isobit.order.plan import FeaturePlan, Segment
@@ -103,3 +110,33 @@ def shard_backward(
     by_word = sum_products(samples.segments, spread.t(), widen_rows(hidden).t())
     total = by_word[0] if len(by_word) else torch.zeros_like(weight, dtype=spread.dtype)
     return by_token, round_once(total, gradient_dtype(weight.dtype, len(samples.spans), samples.of))
+
+
+# Compare an executor's linear_logprob with the portable one, bit for bit.
+
+VOCABULARY, WIDTH, ROWS = 1026, 16, 3  # two segments, each with a tail
+
+
+def difference(dtype: torch.dtype, call: Call = call_native) -> str | None:
+    """Return what differs first, or None; other dtypes than fp32 share the code."""
+    if dtype != torch.float32:
+        return None
+    generator = torch.Generator().manual_seed(WIDTH)
+    hidden, weight = (wide_values((n, WIDTH), dtype, generator) for n in (ROWS, VOCABULARY))
+    targets, grad = (
+        torch.tensor([0, VOCABULARY - 1, -100]),
+        torch.tensor([1.0, -0.3, 2.0], dtype=torch.float32),
+    )
+    samples = Samples.packed([ROWS])
+    spans = torch.tensor(samples.spans)
+    found, stats = call("linear_logprob", hidden, weight, targets, 0.7, spans)
+    given = call(
+        "linear_logprob_backward", grad, hidden, weight, targets, stats, spans, 0.7, True, True
+    )
+    known = linear_logprob(hidden, weight, targets, 0.7)
+    grads = linear_logprob_backward(grad, hidden, weight, targets, stats, samples, 0.7)
+    pairs = [(found, known[0]), (stats, known[1]), *zip(given, grads, strict=True)]
+    for name, (left, right) in zip(("values", "sums", "dhidden", "dweight"), pairs, strict=True):
+        if not bits.equal(left, right):
+            return f"linear_logprob's {name}"
+    return None

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.ops.portable.hard_inputs import draw
+from isobit.ops.attesting import draw
 from isobit.order.samples import Samples
 
 

@@ -21,7 +21,7 @@ from isobit.ops.linear.op import linear_fp32
 from isobit.ops.log_softmax.op import log_softmax
 from isobit.ops.logprob.portable import inverse
 from isobit.ops.portable.elementary import exp_nonpositive
-from isobit.ops.portable.rounding import one_nan, round_once
+from isobit.ops.portable.sums import one_nan, round_once
 from isobit.ops.share import as_partial, gradient_dtype, share_in_force
 
 FILLER = -1

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from isobit.ops.gpu.elementary import exp_nonpositive, log_positive, round_once
 from isobit.ops.gpu.executors import triton_operator
-from isobit.ops.gpu.launching import run
-from isobit.ops.gpu.row_tiles import row_launch
+from isobit.ops.gpu.launching import row_launch, run
 from isobit.ops.gpu.sums import merge_columns, merge_pairs
 from isobit.ops.linear.triton import multiply, sum_weight_grad
 from isobit.ops.logprob.portable import inverse

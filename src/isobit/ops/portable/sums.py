@@ -7,15 +7,47 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from isobit.ops.portable.rounding import one_nan
+from isobit.ops.portable.elementary import exp_nonpositive
 from isobit.order.plan import LANES, FeaturePlan, Leaf, Segment
 from isobit.order.samples import Samples
 from isobit.order.tree import Counter, Node, merge
+
+# Widening to the accumulation dtype, rounding a result once, and the one NaN that results may hold.
+
+
+def widen(tensor: Tensor) -> Tensor:
+    """Return the tensor in the dtype of arithmetic: fp64 stays fp64, everything else becomes fp32."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def widen_rows(tensor: Tensor) -> Tensor:
+    """Return the tensor as rows [R, n] in the dtype of arithmetic."""
+    return widen(tensor.reshape(-1, tensor.shape[-1]))
+
+
+def round_once(total: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round a sum to the result's dtype and replace every NaN by the one NaN of isobit's results.
+
+    Code that merges sums of isobit's operators must round with this function and not with `Tensor.to`: torch writes
+    the bf16 NaN 0xffff in vectors and 0x7fc0 in their tails, and keeps the sign and payload of an fp32 NaN, which
+    depend on the order of operands.
+    """
+    return one_nan(total.to(dtype))
+
+
+def one_nan(tensor: Tensor) -> Tensor:
+    """Replace every NaN by the positive quiet NaN: which sign and payload survive depends on the order of operands."""
+    return torch.where(tensor.isnan(), torch.nan, tensor)
+
+
+def settle_nans(tensor: Tensor) -> Tensor:
+    """Replace every NaN in place by the one of isobit's results (0x7fc00000, 0x7fc0, 0x7e00)."""
+    return torch.nan_to_num(tensor, nan=torch.nan, posinf=torch.inf, neginf=-torch.inf, out=tensor)
 
 
 def multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
@@ -102,3 +134,58 @@ def sum_samples(terms: Tensor, samples: Samples) -> Tensor:
     """Return [n], the sum of terms [tokens, n] in the order of the samples; zero where there is no sample."""
     roots = sum_rows(samples.segments, terms)
     return roots[0] if len(roots) else terms.new_zeros(terms.shape[1])
+
+
+# Log-sum-exp in the order of addition: pairs (maximum, sum) that are merged like partial sums.
+
+
+class MaxSum:
+    """The maxima [R, 1] of some columns and the sums of exp(x − maximum); `+` rescales to the larger maximum."""
+
+    def __init__(self, max: Tensor, sum: Tensor) -> None:
+        self.max, self.sum = max, sum
+
+    def __add__(self, other: MaxSum) -> MaxSum:
+        most = torch.maximum(self.max, other.max)
+        base = finite_or_zero(most)
+        left, right = exp_nonpositive(self.max - base), exp_nonpositive(other.max - base)
+        return MaxSum(most, self.sum * left + other.sum * right)
+
+
+class Pair(MaxSum):
+    """A `MaxSum` that keeps the left one of two zeros, as the kernel of linear_logprob does.
+
+    The sign of torch.maximum(+0, -0) depends on the position in the vector.
+    """
+
+    def __add__(self, other: MaxSum) -> Pair:
+        return Pair(
+            torch.where(self.max < other.max, other.max, self.max), super().__add__(other).sum
+        )
+
+
+Kind = TypeVar("Kind", bound=MaxSum)
+
+
+def finite_or_zero(most: Tensor) -> Tensor:
+    """Return what is subtracted before exp: the maximum, or 0 where there is none."""
+    return torch.where(most == -torch.inf, 0.0, most)
+
+
+def merge_pairs(rows: Tensor, segments: Sequence[Segment], kind: type[Kind]) -> Kind:
+    """Return the pair of all columns of rows [R, n]: a pair for each of the segments, merged by the tree."""
+
+    def of_segment(leaf: Leaf) -> Kind:
+        part = rows[:, leaf.start : leaf.start + leaf.length]
+        known = torch.where(part.isnan(), -torch.inf, part)  # the sum takes up the NaN
+        most = known.amax(1, keepdim=True)
+        terms = exp_nonpositive(part - finite_or_zero(most))
+        return kind(most, sum_striped(Leaf(0, leaf.length, False), terms.t()).unsqueeze(1))
+
+    (total,) = merge_segments(segments, of_segment, 0)
+    return total  # type: ignore[no-any-return]
+
+
+def sum_pairs(rows: Tensor) -> MaxSum:
+    """Return the pair of all columns of rows [R, n], in the order of a feature axis."""
+    return merge_pairs(rows, FeaturePlan(rows.shape[1]).segments, MaxSum)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from isobit import bits
-from isobit.ops.attesting import Call, call_native
-from isobit.ops.portable.hard_inputs import spans_and_samples, wide_values
+from isobit.ops.attesting import Call, call_native, spans_and_samples, wide_values
 from isobit.ops.rms_norm import portable
 
 # (tokens, heads, n): two leaves of tokens and a tail alone; one long segment of features; heads in segments of three.

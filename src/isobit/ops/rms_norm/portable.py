@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from isobit.ops.portable.norms import input_grad, scale_of
-from isobit.ops.portable.rounding import one_nan, round_once, widen_rows
-from isobit.ops.portable.sums import sum_rows, sum_samples
+from isobit.ops.portable.sums import one_nan, round_once, sum_rows, sum_samples, widen_rows
 from isobit.ops.share import gradient_dtype
 from isobit.order.plan import FEATURE_CAP, SAMPLE_CAP, cut_into_leaves
 from isobit.order.samples import Samples

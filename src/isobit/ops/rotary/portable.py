@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from isobit.ops.portable.rounding import round_once
+from isobit import bits
+from isobit.ops.attesting import Call, call_native, wide_values
+from isobit.ops.portable.sums import round_once
 
 
 def halves(t: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -31,3 +33,20 @@ def rotary_backward(grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     )
     rotated = torch.cat([low * cos_low + high * sin_high, high * cos_high - low * sin_low], -1)
     return round_once(rotated, grad.dtype).contiguous()
+
+
+# Compare an executor's rotary embedding with the portable one, bit for bit.
+
+HEADS, D = 3, 42  # half a head has a vector body and a tail
+
+
+def difference(dtype: torch.dtype, call: Call = call_native) -> str | None:
+    """Return what differs first, or None."""
+    generator = torch.Generator().manual_seed(D)
+    x = wide_values((5, HEADS, D), dtype, generator)
+    angles = torch.randn(5, D, generator=generator, dtype=torch.float32)
+    cos, sin = angles.cos(), angles.sin()
+    if not bits.equal(call("rotary", x, cos, sin), rotary(x, cos, sin)):
+        return "rotary"
+    found = call("rotary_backward", x, cos, sin)
+    return None if bits.equal(found, rotary_backward(x, cos, sin)) else "rotary's gradient"

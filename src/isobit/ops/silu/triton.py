@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from isobit.ops.gpu.element_tiles import run_elements
 from isobit.ops.gpu.elementary import logistic, round_once, sigmoid_and_slope
 from isobit.ops.gpu.executors import triton_operator
+from isobit.ops.gpu.launching import run_elements
 
 
 @triton.jit(do_not_specialize=["SIZE"])

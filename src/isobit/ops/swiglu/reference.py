@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from isobit.ops.portable.hard_inputs import draw
+from isobit.ops.attesting import draw
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:

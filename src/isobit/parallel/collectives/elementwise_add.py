@@ -26,7 +26,7 @@ from torch import Tensor
 
 from isobit import bits
 from isobit.foundation import machine, native
-from isobit.ops.portable.rounding import settle_nans
+from isobit.ops.portable.sums import settle_nans
 
 # torch's grain size: an addition of no more elements starts no threads.
 BLOCK = 32768

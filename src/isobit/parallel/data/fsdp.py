@@ -19,7 +19,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
 
 from isobit.errors import UnsupportedError
-from isobit.ops.portable.rounding import settle_nans
+from isobit.ops.portable.sums import settle_nans
 from isobit.ops.share import accumulation_dtype
 from isobit.order.tree import Counter, Node
 from isobit.parallel.collectives.elementwise_add import add_into

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from isobit.errors import UnsupportedError
 from isobit.ops.exact_sum.op import exact_state_anywhere
-from isobit.ops.unfinished import refuse_unfinished
+from isobit.ops.share import refuse_unfinished
 from isobit.optim import norm_of, scale_by_norm
 from isobit.parallel.collectives.levels import Group
 from isobit.parallel.collectives.rank_group import RankGroup

@@ -30,8 +30,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from isobit.errors import ArgumentError
-from isobit.ops.share import Share, collecting
-from isobit.ops.unfinished import Unfinished
+from isobit.ops.share import Share, Unfinished, collecting
 from isobit.parallel.collectives.levels import Group, rank_count, rank_in, ranks_of
 from isobit.parallel.collectives.rank_group import RankGroup
 from isobit.parallel.data.ddp import DdpReducer

@@ -8,7 +8,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from isobit.errors import ArgumentError, UnsupportedError
-from isobit.ops.portable.rounding import settle_nans
+from isobit.ops.portable.sums import settle_nans
 from isobit.parallel.collectives.elementwise_add import add_into, round_total
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from isobit.ops.arguments import check_tensors, widen_for_autocast
 from isobit.ops.derivatives import refuse_second_order
 from isobit.ops.portable.norms import check_norm
-from isobit.ops.portable.rounding import round_once
 from isobit.ops.portable.samples import check_rows
+from isobit.ops.portable.sums import round_once
 from isobit.ops.registration import launch, rows_and_columns
 from isobit.ops.rms_norm import partial
 from isobit.ops.share import as_partial, check_share, share_in_force

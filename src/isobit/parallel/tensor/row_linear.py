@@ -16,8 +16,8 @@ from isobit.ops.arguments import cast_for_autocast, check_tensors
 from isobit.ops.derivatives import refuse_second_order
 from isobit.ops.linear import partial
 from isobit.ops.linear.op import check_linear
-from isobit.ops.portable.rounding import round_once
 from isobit.ops.portable.samples import check_rows
+from isobit.ops.portable.sums import round_once
 from isobit.ops.share import check_share, share_in_force
 from isobit.order.cut import Cut
 from isobit.order.samples import Samples

@@ -10,8 +10,8 @@ from torch import Tensor
 from isobit.ops.derivatives import refuse_second_order
 from isobit.ops.linear import partial
 from isobit.ops.linear.op import linear_fp32
-from isobit.ops.portable.rounding import round_once
 from isobit.ops.portable.samples import check_rows
+from isobit.ops.portable.sums import round_once
 from isobit.ops.share import check_share, share_in_force
 from isobit.order.cut import Cut
 from isobit.order.samples import Samples

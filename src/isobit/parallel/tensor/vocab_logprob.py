@@ -19,8 +19,8 @@ from isobit.ops.linear.op import check_linear
 from isobit.ops.logprob import partial
 from isobit.ops.logprob.loss import count_active
 from isobit.ops.logprob.op import IGNORED, check_targets
-from isobit.ops.portable.rounding import round_once
 from isobit.ops.portable.samples import spans_of
+from isobit.ops.portable.sums import round_once
 from isobit.ops.share import as_partial, check_share, share_in_force
 from isobit.order.cut import Cut
 from isobit.order.samples import Samples
