@@ -24,7 +24,7 @@ from isobit.foundation import files
 
 FILE = "facts.json"
 # Facts are valid while the code that computes them is the same.
-_READERS = ("language/*.py", "store/ladder.py", "store/facts.py")
+_READERS = ("language/*.py", "store/ladder.py", "store/tree.py")
 FORM = hash_text(*(p.read_text() for r in _READERS for p in sorted((ROOT / "contracts").glob(r))))
 TEXTS = ("id", "version", "title", "subject")
 COUNTS = ("required", "highest", "obligations", "claims", "waivers")

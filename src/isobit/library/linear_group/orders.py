@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
+import functools
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ def prove_order(subject: Grouped) -> Proof:
     def questions() -> Iterator[Question]:
         for dims in SHAPES:
             for groups, dtype in GROUPS:
-                target = partial(group_target, subject.group, dims, groups, dtype=dtype)
+                target = functools.partial(group_target, subject.group, dims, groups, dtype=dtype)
                 order = feature_order(sum(dims), dispatch.engine_of(dtype))
                 what = f"{dims} in {groups} groups"
                 yield Question(what, target, [{"m": m} for m in (1, 33)], order)

@@ -26,7 +26,7 @@ from isobit.order.plan import FEATURE_CAP, LEAF, SAMPLE_CAP
 from isobit.order.samples import Samples
 from isobit.order.tree import merge_items
 from isobit.reveal import targets
-from isobit.reveal.targets.products import backward_of
+from isobit.reveal.targets.products import backward_of as gradient_of
 from isobit.reveal.targets.tensor_target import TensorTarget
 
 WIDTHS, ROWS = (64, 300, 1024), (1, 33)
@@ -50,7 +50,7 @@ def tokens_target(
     x[..., 1::2] = -1
     weight = torch.ones(n, dtype=dtype, requires_grad=True)
     options: dict[str, Any] = {"eps": 2.0**-126} | ({"samples": samples} if samples else {})
-    run = backward_of(
+    run = gradient_of(
         function(x, weight, **options, **({"heads": True} if heads else {})), weight, grad
     )
     name = f"dweight of {getattr(function, '__name__', 'norm')} over {tokens} tokens, {heads} heads"
