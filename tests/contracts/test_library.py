@@ -29,7 +29,7 @@ from isobit.contracts.options import Options
 from isobit.contracts.store.ladder import level_number, required_level
 from isobit.contracts.store.shipped import ShippedEvidence, own_entries
 from isobit.contracts.store.tree import Tree, find_contracts, library
-from isobit.library.linear import orders
+from isobit.library.linear import claims
 
 ROOT = Path(__file__).parents[2]
 # How many contracts, and how many claims, require each level, and reach it where they are kept. New ones raise these;
@@ -241,6 +241,6 @@ def test_thorough(tmp_path):
 @pytest.mark.full
 def test_every_layer_is_proved_at_every_tile_edge():
     edges = (1, 2, 5, 8, 16, 17, 31, 32, 33, 63, 64, 65, 96, 127, 128, 129, 200, 255, 256, 257)
-    proof = orders.prove_rows(isobit.linear, orders.LAYERS, edges)
+    proof = claims.prove_rows(isobit.linear, claims.LAYERS, edges)
     assert proof.kept, proof.failure
     assert proof.cases == 4 * 2 * 2 * len(edges) * 2

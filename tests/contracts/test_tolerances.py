@@ -17,9 +17,8 @@ from isobit.contracts.judge.verify import verify_contract
 from isobit.contracts.language.load import load_contract
 from isobit.contracts.options import Options
 from isobit.contracts.store.tree import library
-from isobit.library.tolerances.claims import error_of
-from isobit.library.tolerances.derivations import KERNELS
-from isobit.library.tolerances.rounding import Rounded
+from isobit.library.tolerances.claims import KERNELS, error_of
+from isobit.library.tolerances.kernels import Rounded
 
 CONTRACT = load_contract(library() / "tolerances" / "contract.yaml")
 

@@ -21,7 +21,7 @@ from isobit.cli import main
 from isobit.cli.check import chosen
 from isobit.cli.options.check import LIKE
 from isobit.errors import ArgumentError
-from isobit.library.any_kernel.kernel_sizes import sizes_in_words, with_few_sizes, with_given_sizes
+from isobit.library.any_kernel.kernel_call import sizes_in_words, with_few_sizes, with_given_sizes
 
 FILE = str(Path(__file__).with_name("triton_kernels_of_users.py"))
 FEW = ("--sizes", "rows=18", "--sizes", "n=40", "--dtype", "fp32")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from isobit.library.linear.implementations import OURS
+from isobit.library.linear.planted import OURS
 from isobit.ops import dispatch
 from isobit.order.plan import VERSION
 from tests.golden.golden_cases import CASES, digests, key_of

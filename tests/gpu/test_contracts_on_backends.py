@@ -21,11 +21,16 @@ from isobit.contracts.store.tree import library
 from isobit.contracts.workspace import Workspace
 from isobit.errors import ArgumentError, ContractError
 from isobit.foundation import launches
-from isobit.library.on_gpu.derive import planted_in, reason_against
-from isobit.library.on_gpu.plans import ELSEWHERE, PLANS, PLANTS_LEFT_OUT, Plan
-from isobit.library.on_gpu.tree import BackendWorkspace
-from isobit.library.on_gpu.twin_names import AROUND, BY_CONTRACT, STOCK, TWINS
-from isobit.library.on_gpu.twins import source
+from isobit.library.on_gpu.plans import (
+    ELSEWHERE,
+    PLANS,
+    PLANTS_LEFT_OUT,
+    BackendWorkspace,
+    Plan,
+    planted_in,
+    reason_against,
+)
+from isobit.library.on_gpu.twins import AROUND, BY_CONTRACT, STOCK, TWINS, source
 
 QUICK = {
     "silu-kernel-v1": ("anywhere", "accuracy", "gradient", "reflection", "executors-agree"),

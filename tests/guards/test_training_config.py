@@ -20,9 +20,9 @@ from isobit.library.training_config.claims import (
     ALL_INTEGERS,
     ENDED_EARLY,
     MENDED,
+    PLANTED,
     PROMISES,
 )
-from isobit.library.training_config.planted import PLANTED
 
 NAMES = [f.name for f in fields(TrainingConfig)]
 

@@ -32,14 +32,14 @@ from isobit.foundation import files
 from isobit.foundation.plain_text import one_line
 from isobit.foundation.records import ClaimRecord, ContractStatus, Section
 from isobit.foundation.trusted_folder import serve_folder
-from isobit.library.any_kernel.kernel_call import first_call
-from isobit.library.any_kernel.kernel_run import KernelRun, running_kernels
-from isobit.library.any_kernel.kernel_sizes import (
+from isobit.library.any_kernel.kernel_call import (
+    first_call,
     only_used,
     sizes_in_words,
     with_few_sizes,
     with_given_sizes,
 )
+from isobit.library.any_kernel.kernel_run import KernelRun, running_kernels
 
 LEVEL = 2
 DTYPES = ("float32", "bfloat16", "float16")
@@ -226,7 +226,7 @@ def judge_autotuned(
     """Compare the configurations of kernels that are autotuned."""
     if how.machine is None or not how.autotuned:
         return
-    from isobit.library.any_kernel.kernel_configurations import judge_configurations
+    from isobit.library.any_kernel.kernel_call import judge_configurations
 
     record, words = judge_configurations(
         contract, options, how.machine, arguments.configurations, steps.within

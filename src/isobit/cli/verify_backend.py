@@ -13,8 +13,7 @@ from rich.console import Console
 from isobit.cli.contract_options import open_workspace
 from isobit.contracts.workspace import Workspace
 from isobit.errors import ContractError
-from isobit.library.on_gpu.derive import Derived, LeftOut
-from isobit.library.on_gpu.tree import BackendTree, BackendWorkspace
+from isobit.library.on_gpu.plans import BackendTree, BackendWorkspace, Derived, LeftOut
 
 KINDS = ("interpreter", "machine")
 REFUSED = ("subject", "thorough")  # options that a backend does not have

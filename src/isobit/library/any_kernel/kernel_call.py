@@ -7,7 +7,8 @@ gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,16 +16,109 @@ import torch
 from torch import Tensor
 
 from isobit import bits
-from isobit.contracts.judge.bound import bind, called, named_function
+from isobit.certifying.running.user_kernels import FAULTS, ResourcesError, Running
+from isobit.contracts.judge.bound import bind, called, find_subject, named_function
 from isobit.contracts.judge.recipes import Case, fixed_recipes
-from isobit.contracts.language.contract import Contract
+from isobit.contracts.judge.tally import Tally
+from isobit.contracts.language.contract import Contract, Inputs
 from isobit.contracts.options import Options
 from isobit.errors import ArgumentError, IsobitError, in_one_line
 from isobit.foundation.records import ClaimRecord
 from isobit.library.any_kernel.kernel_run import fault_of_kernel
-from isobit.library.any_kernel.kernel_sizes import LARGE
 from isobit.library.any_kernel.signatures import LIKE
 from isobit.library.any_kernel.within import UPSTREAM, Operator
+
+# The sizes at which `isobit check` judges a kernel, and the words for them.
+#
+# Contracts list three kinds of inputs: small ones, which every claim is judged on, `wide` ones (a hidden size, a row
+# of a vocabulary) and `many` rows. The PTX machine takes milliseconds per program, so compiled kernels get fewer
+# small sizes, and the others for accuracy alone.
+
+LARGE = ("wide", "many")
+# More than 16 rows: planted kernels change their order there. An embedding's first and last id are among few.
+FEW = {"rows": (3, 18), "samples": (18,), "n": (40,), "v": (40,), "tokens": (1, 3)}
+FEW_IDS = {"rows": (3, 33), "v": (5,)}
+FEW_WIDE = {"rows": (2,), "samples": (1,)}
+
+Sizes = Mapping[str, tuple[int, ...]]
+
+
+def with_few_sizes(contract: Contract, like: str, quick: bool) -> Contract:
+    """Return a contract with few sizes: the small ones, and unless it must be quick, large ones for accuracy."""
+    small = FEW | (FEW_IDS if like == "embedding" else {})
+    inputs = {}
+    for name, drawn in contract.inputs.items():
+        if name == "wide":
+            chosen = {size: FEW_WIDE.get(size, values[:1]) for size, values in drawn.sizes.items()}
+        elif name == "many":
+            chosen = dict(drawn.sizes)
+        else:
+            chosen = {size: small.get(size, values) for size, values in drawn.sizes.items()}
+        inputs[name] = replace(drawn, sizes=chosen)
+    kept = {
+        c.id: c.inputs if c.id == "accuracy" and not quick else first_of(c.inputs)
+        for c in contract.claims
+    }
+    claims = tuple(replace(claim, inputs=kept[claim.id]) for claim in contract.claims)
+    return only_used(replace(contract, inputs=inputs, claims=claims))
+
+
+def with_given_sizes(contract: Contract, given: Sequence[tuple[str, tuple[int, ...]]]) -> Contract:
+    """Return a contract that is judged at the sizes of the command line, and at no large ones of its own.
+
+    Raises:
+        ArgumentError: If the operator has no size of that name, or a name is given twice.
+    """
+    known = next(iter(contract.inputs.values())).sizes
+    names = [name for name, _ in given]
+    for name in names:
+        if name not in known or names.count(name) > 1:
+            raise ArgumentError(
+                expected=f"each size once, of {', '.join(known)}",
+                received=f"--sizes {name}" + " twice" * (names.count(name) > 1),
+                remedy="for example --sizes " + list(known)[-1] + "=4096,32768",
+            )
+    inputs = {
+        name: replace(drawn, sizes={**drawn.sizes, **dict(given)})
+        for name, drawn in contract.inputs.items()
+        if name not in LARGE
+    }
+    claims = tuple(replace(claim, inputs=first_of(claim.inputs)) for claim in contract.claims)
+    return replace(contract, inputs=inputs, claims=claims)
+
+
+def first_of(inputs: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names of inputs that are not large."""
+    return tuple(name for name in inputs if name not in LARGE)
+
+
+def only_used(contract: Contract) -> Contract:
+    """Leave out inputs that no claim has."""
+    used = {name for claim in contract.claims for name in claim.inputs}
+    return replace(contract, inputs={n: i for n, i in contract.inputs.items() if n in used})
+
+
+def sizes_in_words(contract: Contract) -> list[str]:
+    """Return a line per inputs: "x [rows, n]: rows 1, 33, 130; n 7, 64, 300; float32 (all claims)"."""
+    found = []
+    for name, drawn in contract.inputs.items():
+        claims = [claim.id for claim in contract.claims if name in claim.inputs]
+        of = "all claims" if len(claims) == len(contract.claims) else ", ".join(claims)
+        found.append(f"{words_of(drawn)} ({of})")
+    return found
+
+
+def words_of(drawn: Inputs) -> str:
+    """Return the shapes of inputs, their sizes and dtypes."""
+    shapes = ", ".join(
+        f"{name} [{', '.join(map(str, axes))}]" for name, axes in drawn.arguments.items()
+    )
+    sizes = "; ".join(
+        f"{size} {', '.join(f'{value:,}' for value in values)}"
+        for size, values in drawn.sizes.items()
+    )
+    return f"{shapes}: {sizes}; {', '.join(drawn.dtypes)}"
+
 
 REMEDY = {
     "writes": "compute into a new tensor, or give it a copy",
@@ -227,3 +321,89 @@ def fault_of_gradients(
     if fault := touched(watched, output):
         return f"its backward: {fault}"
     return ""
+
+
+# Configurations of an autotuned kernel: `isobit check` compares their bits, as the autotuner chooses by time.
+
+
+def judge_configurations(
+    whole: Contract,
+    options: Options,
+    machine: Running,
+    limit: int,
+    progress: Callable[[str, int, int], None],
+) -> tuple[ClaimRecord, str]:
+    """Judge that each configuration has the bits of the first one that runs, and is accurate.
+
+    The first `limit` configurations of each kernel are run, one kernel at a time, on one case per dtype.
+
+    Returns:
+        The record, and how many configurations were judged.
+    """
+    began, before = time.monotonic(), dict(machine.choices.chosen)
+    kind, subject = operator_of(whole, options), find_subject(whole, options)
+    cases = cases_of(whole)
+    wanted = [dict(before)] + [
+        {**before, name: text}
+        for name, texts in machine.choices.seen.items()
+        for text in texts[: max(limit, 1)]
+        if text != before.get(name, texts[0])
+    ]
+    expected: list[torch.Tensor] = []
+    tally, skipped = Tally(), 0
+    try:
+        for number, chosen in enumerate(wanted):
+            changed = [f"{n} {t}" for n, t in chosen.items() if before.get(n) != t]
+            progress(f"configurations, {', '.join(changed) or 'the first'}", number, len(wanted))
+            machine.choices.chosen = chosen
+            try:
+                found = outputs(kind, subject, cases, tally)
+            except ResourcesError:
+                skipped += 1
+                continue
+            except FAULTS as error:
+                tally.fail(f"{', '.join(changed)}: {in_one_line(error)}")
+                continue
+            for one, other in zip(found, expected, strict=bool(expected)):
+                tally.same(one, other, f"{', '.join(changed)}, and the first configuration")
+            expected = expected or found
+    finally:
+        machine.choices.chosen = before
+    total = sum(len(texts) for texts in machine.choices.seen.values())
+    record = ClaimRecord("configurations", "invariant", "kept", 2, 2, **tally.counts())
+    words = f"{len(wanted) - skipped} of {total} configurations compared"
+    if skipped:
+        words += f", {skipped} more need too much of {machine.target}"
+    if len(wanted) < total:
+        words += f"; for all: --configurations {total}, or isobit certify"
+    if tally.differing:
+        remedy = "the autotuner chooses by time, so a result depends on the run; isobit certify names the order of each"
+        record = replace(record, verdict="broken", level=1, at=2, detail=f"{tally.first}; {remedy}")
+    return replace(record, seconds=round(time.monotonic() - began, 3)), words
+
+
+def cases_of(whole: Contract) -> list[Case]:
+    """Return the last small case of each dtype."""
+    name, inputs = next(iter(whole.inputs.items()))
+    return [
+        Case(list(fixed_recipes(name, replace(inputs, dtypes=(dtype,))))[-1], inputs)
+        for dtype in inputs.dtypes
+    ]
+
+
+def outputs(
+    kind: type[Operator], subject: Callable[..., torch.Tensor], cases: list[Case], tally: Tally
+) -> list[torch.Tensor]:
+    """Return what the kernel returns for each case, and judge its accuracy."""
+    found = []
+    with torch.no_grad():
+        for case in cases:
+            kept: list[torch.Tensor] = []
+
+            def noted(*given: torch.Tensor, kept: list[torch.Tensor] = kept) -> torch.Tensor:
+                kept.append(subject(*given).clone())
+                return kept[-1]
+
+            kind.forward(noted, case, tally)
+            found += kept
+    return found

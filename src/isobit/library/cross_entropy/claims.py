@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from isobit.contracts.judge.recipes import Case
+from isobit import bits
+from isobit.contracts.judge.recipes import Case, draw_values
 from isobit.contracts.judge.tally import Tally
 from isobit.contracts.judge.transforms import LAYOUTS, THREADS
 from isobit.foundation.machine import thread_count
+from isobit.foundation.records import Proof
 from isobit.library import refused_calls
+from isobit.library import stock as stock_functions
 from isobit.library.bounds import U
-from isobit.library.log_softmax.proofs import bound_of, reach_of
-from isobit.library.logprob.error_bounds import logits_error
-from isobit.library.logprob.scored import Score, drawn_targets, gradients, targets_of
+from isobit.library.certificates import prove_orders
+from isobit.library.log_softmax.claims import bound_of, prove_log_bound, reach_of
+from isobit.library.logprob import planted
+from isobit.library.logprob.claims import (
+    Score,
+    drawn_targets,
+    gradients,
+    logits_error,
+    targets_of,
+    words_question,
+)
 from isobit.library.subjects import refuses_each
-from isobit.ops.exact_sum.op import exact_state, round_state
+from isobit.ops.exact_sum.op import exact_state, exact_sum, round_state
+from isobit.ops.logprob import portable
 from isobit.ops.logprob.loss import linear_cross_entropy
 from isobit.ops.logprob.op import IGNORED, linear_logprob
 from isobit.order.exact_sum import exact_sum_fp32
@@ -134,3 +150,192 @@ def refuses(subject: Loss, case: Case, tally: Tally) -> None:
 
 
 ours = Loss(linear_cross_entropy)
+
+
+# Proofs about the loss: every order, mask and count of a few tokens, gradients, and the error bound.
+
+ENGINE = "enumeration of the real kernel"
+ERROR_LIMIT = (300, 3.2e-5)  # (vocabulary, limit): for one token, what the proof must stay within
+TOKENS = 5
+
+
+def small_problem(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a few tokens whose losses have full mantissas."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden, weight = (draw_values((rows, 8), "normal", generator) for rows in (TOKENS, 19))
+    return hidden, weight, torch.randint(0, 19, (TOKENS,), generator=generator)
+
+
+def prove_permutations(subject: Loss) -> Proof:
+    """Try every order of five tokens: each gives the sum of fractions."""
+    cases = 0
+    for seed in range(6):
+        hidden, weight, targets = small_problem(seed)
+        values = portable.linear_logprob(hidden, weight, targets, 1.0)[0]
+        total = float(
+            torch.tensor(float(sum(map(Fraction, values.tolist()))), dtype=torch.float64).float()
+        )
+        wanted = torch.tensor(total) / -TOKENS
+        for order in itertools.permutations(range(TOKENS)):
+            cases += 1
+            at = torch.tensor(order)
+            if not bits.equal(subject.loss(hidden[at], weight, targets[at]), wanted):
+                return Proof(
+                    ENGINE, "", cases, f"tokens {order} of problem {seed} have another loss"
+                )
+    return Proof(
+        ENGINE,
+        f"every order of {TOKENS} tokens of 6 problems: the sum of fractions, rounded once",
+        cases,
+    )
+
+
+def prove_masks(subject: Loss) -> Proof:
+    """Try every choice of active tokens with every count up to eight: each gives the definition's value."""
+    cases = 0
+    hidden, weight, targets = small_problem(7)
+    values = portable.linear_logprob(hidden, weight, targets, 1.0)[0]
+    for mask in itertools.product((False, True), repeat=TOKENS):
+        active = torch.tensor(mask)
+        chosen = torch.where(active, targets, IGNORED)
+        for count in (None, *range(1, 9)) if any(mask) else range(1, 9):
+            cases += 1
+            wanted = exact_sum_of(values[active]) / -(sum(mask) if count is None else count)
+            if not bits.equal(subject.loss(hidden, weight, chosen, num_items=count), wanted):
+                return Proof(ENGINE, "", cases, f"active {mask}, count {count}: another loss")
+    return Proof(
+        ENGINE, f"every choice of {TOKENS} tokens, every count from 1 to 8 and none", cases
+    )
+
+
+def prove_gradients(subject: Loss) -> Proof:
+    """Try every choice of active tokens: dhidden and dweight are the definition's."""
+    cases = 0
+    described = Samples.packed([TOKENS])
+    for seed in range(3):
+        hidden, weight, targets = small_problem(seed)
+        for mask in itertools.product((False, True), repeat=TOKENS):
+            if not any(mask):
+                continue
+            cases += 1
+            chosen = torch.where(torch.tensor(mask), targets, IGNORED)
+            stats = portable.linear_logprob(hidden, weight, chosen, 1.0)[1]
+            grad = torch.ones(TOKENS) / -torch.tensor(float(sum(mask)))
+            wanted = portable.linear_logprob_backward(
+                grad, hidden, weight, chosen, stats, described, 1.0
+            )
+            found = gradients(
+                subject.loss, hidden, weight, chosen, torch.tensor(1.0), samples=described
+            )
+            if not all(bits.equal(a, b) for a, b in zip(found, wanted, strict=True)):
+                return Proof(ENGINE, "", cases, f"active {mask} of problem {seed}: other gradients")
+    return Proof(
+        ENGINE, f"every choice of {TOKENS} tokens of 3 problems: dhidden and dweight", cases
+    )
+
+
+def prove_error(subject: Loss) -> Proof:
+    """Bound the error: the loss of one token shows the order of its sum over words."""
+
+    def one_token(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        return -subject.loss(hidden, weight, targets).reshape(1)
+
+    order = prove_orders((words_question(one_token, k, 1, 1) for k in (64, 300)), "")
+    return prove_log_bound(order, ERROR_LIMIT)
+
+
+# Planted wrong losses, of kinds found in training code: wrong in the value or in the gradients.
+
+Mean = Callable[[Tensor, Tensor, float], Tensor]  # log-probabilities, targets, count
+
+
+def with_mean(mean: Mean, score: Score = linear_logprob) -> Loss:
+    """Return a loss that takes another mean of the log-probabilities."""
+
+    def loss(
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        *,
+        ignore_index: int = IGNORED,
+        num_items: float | None = None,
+        **options: Any,
+    ) -> Tensor:
+        chosen = torch.where(targets == ignore_index, IGNORED, targets)
+        active = float((chosen != IGNORED).sum()) if num_items is None else num_items
+        return mean(score(hidden, weight, chosen, **options), chosen, active)
+
+    return Loss(loss)
+
+
+def _exact(values: Tensor, targets: Tensor, count: float) -> Tensor:
+    return exact_sum(values) / -count
+
+
+def _summed_plainly(values: Tensor, targets: Tensor, count: float) -> Tensor:
+    return values.sum() / -count
+
+
+def _summed_in_order(values: Tensor, targets: Tensor, count: float) -> Tensor:
+    total = values.new_zeros(())
+    for value in values.reshape(-1):
+        total = total + value
+    return total / -count
+
+
+def _padding_in_the_mean(values: Tensor, targets: Tensor, count: float) -> Tensor:
+    return exact_sum(values) / -values.numel()
+
+
+def _mean_of_means(values: Tensor, targets: Tensor, count: float) -> Tensor:
+    halves, ids = values.reshape(-1).tensor_split(2), targets.reshape(-1).tensor_split(2)
+    means = [
+        exact_sum(v) / -max(float((t != IGNORED).sum()), 1.0)
+        for v, t in zip(halves, ids, strict=True)
+    ]
+    return (means[0] + means[1]) / 2
+
+
+def _ignored_at_one(values: Tensor, targets: Tensor, count: float) -> Tensor:
+    """Count a loss of 1 for an ignored target."""
+    return exact_sum(torch.where(targets == IGNORED, -1.0, values)) / -count
+
+
+def _divided_first(values: Tensor, targets: Tensor, count: float) -> Tensor:
+    return exact_sum(values / -count)
+
+
+def _blunt(values: Tensor, targets: Tensor, count: float) -> Tensor:
+    return exact_sum(values.bfloat16()) / -count
+
+
+def _ignoring_one_id(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, ignore_index: int = 0, **named: Any
+) -> Tensor:
+    """Ignore −100 alone, whatever ignore_index is."""
+    return linear_cross_entropy(hidden, weight, targets, **named)
+
+
+def _careless(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, num_items: float | None = None, **_: Any
+) -> Tensor:
+    """Accept every count, and a batch without targets."""
+    chosen = targets.long().clamp(0, len(weight) - 1)
+    return F.cross_entropy(hidden @ weight.t(), chosen.expand(len(hidden)))
+
+
+stock, careless, ignoring_one_id = (
+    Loss(stock_functions.linear_cross_entropy),
+    Loss(_careless),
+    Loss(_ignoring_one_id),
+)
+summed_plainly, summed_in_order = with_mean(_summed_plainly), with_mean(_summed_in_order)
+padding_in_the_mean, mean_of_means = with_mean(_padding_in_the_mean), with_mean(_mean_of_means)
+ignored_at_one, blunt = with_mean(_ignored_at_one), with_mean(_blunt)
+divided_first = with_mean(_divided_first)
+bf16_logits = with_mean(_exact, planted.bf16_logits.score)
+over_the_batch = with_mean(_exact, planted.over_the_batch.score)
+neighbours_target = with_mean(_exact, planted.neighbours_target.score)
+ignored_pulled = with_mean(_exact, planted.ignored_pulled.score)
+tokens_backwards = with_mean(_exact, planted.tokens_backwards.score)
+vocabulary_reversed = with_mean(_exact, planted.vocabulary_reversed.score)

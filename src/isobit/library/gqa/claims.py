@@ -11,7 +11,7 @@ from isobit.contracts.judge.recipes import Case
 from isobit.contracts.judge.tally import Tally
 from isobit.foundation.machine import thread_count
 from isobit.library.attention.claims import all_four
-from isobit.library.attention.subject import attention
+from isobit.library.attention.planted import attention
 from isobit.library.subjects import Subject, on_one_thread
 
 

@@ -13,7 +13,7 @@ from isobit.contracts.judge.recipes import Case, draw_values
 from isobit.contracts.judge.tally import Tally
 from isobit.foundation.records import Proof
 from isobit.library import certificates, stock
-from isobit.library.norms.orders import ELSE, ROWS, feature_question
+from isobit.library.norms.claims import ELSE, ROWS, feature_question
 from isobit.library.subjects import Subject
 from isobit.ops.layer_norm import portable
 from isobit.ops.layer_norm.op import layer_norm

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from isobit.contracts.judge.recipes import Case, mirror
+from isobit.contracts.judge.recipes import Case, cancel, draw_values, mirror
 from isobit.contracts.judge.tally import Tally
-from isobit.library import stock
-from isobit.library.bounds import error_factor
-from isobit.library.linear.implementations import Share, layer_of, plain_layer
+from isobit.contracts.judge.transforms import THREADS
+from isobit.foundation.records import Proof
+from isobit.library import bounds, stock
+from isobit.library.bounds import error_factor, sum_depth
+from isobit.library.certificates import Configuration, Question, on_all_threads, prove_orders
+from isobit.library.linear.planted import LinearLayer, Share, layer_of, plain_layer
 from isobit.library.placements import (
     SAMPLE_LENGTHS,
     in_every_storage_and_thread_count,
     put_among_random,
 )
 from isobit.library.subjects import Subject
-from isobit.order.plan import FeaturePlan
+from isobit.ops.linear.targets import TARGETS, expected_order
+from isobit.order.plan import FEATURE_CAP, FeaturePlan
 from isobit.order.samples import Samples
+from isobit.order.tree import Counter, Node, merge
+from isobit.reveal.targets.tensor_target import TensorTarget
 
 MICRO_BATCHES = (1, 2, 4)
 CUTS = (2, 4, 8)
@@ -171,3 +179,195 @@ def accuracy(subject: Subject, case: Case, tally: Tally) -> None:
     for what, true, mine, other in zip(("y", "dX", "dW", "db"), exact, ours, theirs, strict=True):
         error, limit = ((t.double() - true).abs().max().item() for t in (mine, other))
         tally.within(error, STOCK_FACTOR * limit, mine.numel(), what)
+
+
+# Order certificates of the linear layer: y, dX, dW, db and frozen weights, at many shapes.
+
+# (K, N) of the linear layers of a model of 0.6 billion parameters; Q, K and V are one layer, gate and up another.
+LAYERS = ((1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024))
+PROVED = (LAYERS[0], LAYERS[3])  # all four behind ./check --full
+# Each takes another path: one row, few rows, a tail of the tile engine, a second tile, a last row alone.
+ROWS = (1, 5, 33, 130, 257)
+TOKENS = (2, 11, 255, 256, 257, 515, 1030)
+TOKEN_WIDTHS: dict[str, list[dict[str, int]]] = {
+    "weight_grad": [{"n": 64, "m": 8}, {"n": 200, "m": 65}],
+    "bias_grad": [{"n": 64}, {"n": 200}],
+}
+FROZEN = (333, 1024, 1032)
+WIDTHS = (1, 17, 64, 65, 200)
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def question(
+    subject: Subject, name: str, dtype: torch.dtype, shapes: Sequence[Configuration]
+) -> Question:
+    """Ask for the defined order of one of the layer's sums, on every number of threads."""
+
+    def target(**shape: int) -> TensorTarget:
+        if name == "frozen":
+            return TARGETS[name](dtype=dtype, decoder=layer_of(subject).decoder, **shape)
+        function = subject.output if isinstance(subject, LinearLayer) else subject
+        return TARGETS[name](dtype=dtype, function=function, **shape)
+
+    k = shapes[0]["k"]
+    what = f"{name} {dtype} over {k} terms"
+    return Question(what, target, on_all_threads(shapes), expected_order(name, k, dtype))
+
+
+def prove(questions: Iterator[Question], covers: str) -> Proof:
+    """Certify the orders and replay them to the bit: then bits cannot differ for any finite input."""
+    covers = f"all finite inputs: {covers}, {list(THREADS)} threads"
+    return prove_orders(questions, covers, replayed=True)
+
+
+def prove_rows(
+    subject: Subject,
+    layers: Sequence[tuple[int, int]] = PROVED,
+    rows: Sequence[int] = ROWS,
+) -> Proof:
+    """Certify y and dX over row counts and threads."""
+
+    def questions() -> Iterator[Question]:
+        for k, n in layers:
+            for dtype in DTYPES:
+                forward: list[Configuration] = [{"k": k, "n": n, "m": m} for m in rows]
+                yield question(subject, "linear", dtype, forward)
+                backward = [{"k": n, "n": k, "m": m} for m in rows]
+                yield question(subject, "input_grad", dtype, backward)
+
+    covers = f"y and dX of layers {list(layers)} at {list(rows)} rows, bfloat16 and float32"
+    return prove(questions(), covers)
+
+
+def prove_samples(subject: Subject) -> Proof:
+    """Certify dW and db over the tokens of a sample, at several widths."""
+
+    def questions() -> Iterator[Question]:
+        for dtype in (*DTYPES, torch.float16):
+            for tokens in TOKENS:
+                for name, widths in TOKEN_WIDTHS.items():
+                    yield question(subject, name, dtype, [{"k": tokens, **w} for w in widths])
+
+    covers = f"dW and db of samples of {list(TOKENS)} tokens, bfloat16, float16 and float32"
+    return prove(questions(), covers)
+
+
+def prove_columns(subject: Subject) -> Proof:
+    """Certify y at several numbers of outputs; every column must have the bits of the probed one."""
+    shapes = [{"k": 1032, "n": n, "m": 33} for n in WIDTHS]
+    questions = (question(subject, "linear", dtype, shapes) for dtype in DTYPES)
+    return prove(questions, f"y of K = 1032 at {list(WIDTHS)} outputs, bfloat16 and float32")
+
+
+def prove_frozen(subject: Subject) -> Proof:
+    """Certify y with packed weights."""
+    questions = (
+        question(subject, "frozen", dtype, [{"k": k, "m": m} for m in ROWS])
+        for dtype in DTYPES
+        for k in FROZEN
+    )
+    covers = f"y of frozen layers, K in {list(FROZEN)} at {list(ROWS)} rows, bfloat16 and float32"
+    return prove(questions, covers)
+
+
+# Proofs about the linear layer besides its orders: shares of the plan, output shapes, and the error bound.
+
+Pair = Any
+EXTENTS = (512, 1024, 4096)
+SIZES = range(9)
+BOUNDED = (1, 64, 333, 512, 1024, 1032, 2048, 3072, 4096, 12288)
+
+
+def pair(left: Pair, right: Pair) -> Pair:
+    """Return an addition as a term."""
+    return (left, right)
+
+
+def prove_cuts(subject: Subject) -> Proof:
+    """Enumerate the ways to share segments out: the shares' roots merge to the whole tree; kernels agree."""
+    engine, cases, count = "enumeration of the plan", 0, 1
+    while count <= FEATURE_CAP:
+        whole = merge(list(range(count)), pair)
+        for shares in compositions(count):
+            cases += 1
+            if merge_shares(shares) != [whole]:
+                failure = f"{count} segments shared as {shares} merge to another tree"
+                return Proof(engine, "", cases, failure)
+        count *= 2
+    for extent, parts in itertools.product(EXTENTS, (2, 4, 8)):
+        if FeaturePlan(extent).count % parts == 0:
+            cases += 1
+            if not cut_is_whole(subject, extent, parts):
+                return Proof(engine, "", cases, f"K = {extent} over {parts} ranks differs")
+    covers = (
+        f"every extent, since a plan has at most {FEATURE_CAP} segments: all ways to share them out "
+        f"in order; the kernel itself at K = {list(EXTENTS)}"
+    )
+    return Proof(engine, covers, cases)
+
+
+def compositions(count: int) -> Iterator[tuple[int, ...]]:
+    """Yield every way to cut a run of segments into runs."""
+    for marks in itertools.product((False, True), repeat=count - 1):
+        sizes, size = [], 1
+        for mark in marks:
+            if mark:
+                sizes.append(size)
+                size = 0
+            size += 1
+        yield (*sizes, size)
+
+
+def merge_shares(shares: Sequence[int]) -> list[Pair]:
+    """Merge each share by itself, then their roots."""
+    total: Counter[Pair] = Counter(pair)
+    at = 0
+    for size in shares:
+        share: Counter[Pair] = Counter(pair)
+        for segment in range(at, at + size):
+            share.push(Node(0, segment), segment)
+        for node, value in share:
+            total.push(node, value)
+        at += size
+    return [value for _, value in total]
+
+
+def cut_is_whole(subject: Subject, extent: int, ranks: int) -> bool:
+    """Compare a product whose terms cancel, cut over ranks and uncut."""
+    generator = torch.Generator().manual_seed(extent)
+    x = cancel(draw_values((9, extent), "wide", generator), True)
+    weight = cancel(draw_values((64, extent), "wide", generator), False)
+    layer = layer_of(subject)
+    return torch.equal(layer.cut_output(x, weight, ranks), layer.output(x, weight, None))
+
+
+def prove_shapes(subject: Subject) -> Proof:
+    """Enumerate every small shape, with data and on the meta device."""
+    engine, cases = "enumeration of the real kernel", 0
+    for m, k, n in itertools.product(SIZES, SIZES, SIZES):
+        for device in ("cpu", "meta"):
+            cases += 1
+            found = subject(torch.ones(m, k, device=device), torch.ones(n, k, device=device)).shape
+            if tuple(found) != (m, n):
+                return Proof(engine, "", cases, f"[{m}, {k}] by [{n}, {k}] gives {list(found)}")
+    return Proof(engine, f"every M, K and N from 0 to {SIZES[-1]}", cases)
+
+
+def prove_error_bound(subject: Subject) -> Proof:
+    """Bound the error in interval arithmetic: the order is certified, so its bound is the kernel's."""
+    shapes = [{"k": 1032, "n": 64, "m": m} for m in (1, 33)]
+    order = prove((question(subject, "linear", dtype, shapes) for dtype in DTYPES), "")
+    if not order.kept:
+        return Proof(bounds.ENGINE, "", order.cases, order.failure)
+    worst = 0.0
+    for dtype, extent in itertools.product(DTYPES, BOUNDED):
+        factor = error_factor(extent, dtype)
+        if not 0 < factor < 1.001 * bounds.U * sum_depth(extent, dtype):
+            return Proof(bounds.ENGINE, "", len(BOUNDED), f"K = {extent}: {factor}")
+        worst = max(worst, factor)
+    covers = (
+        f"all inputs whose products and sums neither overflow nor underflow, K in {list(BOUNDED)}: "
+        "the error before the last rounding is at most ((1 + 2^-24)^d − 1)·Σ|x·w|, d the depth of "
+        f"the order; at most {worst:.3g}·Σ|x·w|"
+    )
+    return Proof(bounds.ENGINE, covers, 2 * len(BOUNDED) + order.cases)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,18 +14,23 @@ from isobit.contracts.judge.recipes import Case
 from isobit.contracts.judge.tally import Tally
 from isobit.contracts.judge.transforms import LAYOUTS, THREADS
 from isobit.foundation.machine import thread_count
+from isobit.foundation.records import Proof
 from isobit.library import refused_calls
+from isobit.library import stock as stock_functions
 from isobit.library.bounds import error_factor
+from isobit.library.certificates import Question, feature_order, prove_orders
 from isobit.library.gradients import forward_and_gradients
-from isobit.library.linear.implementations import input_grad_by
+from isobit.library.linear.planted import input_grad_by
 from isobit.library.placements import SAMPLE_LENGTHS, put_among_random
 from isobit.library.subjects import refuses_each
+from isobit.ops import dispatch
 from isobit.ops.linear import partial
 from isobit.ops.linear.group import interleave, linear_group
 from isobit.ops.linear.op import linear
 from isobit.order.cut import Cut
 from isobit.order.plan import FeaturePlan
 from isobit.order.samples import Samples
+from isobit.reveal.targets.tensor_target import TensorTarget
 
 Group = Callable[..., tuple[Tensor, ...]]
 
@@ -177,3 +183,104 @@ def refuses(subject: Grouped, case: Case, tally: Tally) -> None:
 
 
 ours = Grouped(linear_group)
+
+
+# Order certificate of linear_group: dX over the rows of several weights.
+
+SHAPES = ((128, 64, 64), (512, 256, 256))  # rows of three weights: queries, keys and values
+REVEALED_GROUPS = ((1, torch.float32), (2, torch.float32), (4, torch.bfloat16))
+
+
+def prove_order(subject: Grouped) -> Proof:
+    """Certify that dX over the rows of three weights, group by group, has the order of one feature axis."""
+
+    def questions() -> Iterator[Question]:
+        for dims in SHAPES:
+            for groups, dtype in REVEALED_GROUPS:
+                target = functools.partial(group_target, subject.group, dims, groups, dtype=dtype)
+                order = feature_order(sum(dims), dispatch.engine_of(dtype))
+                what = f"{dims} in {groups} groups"
+                yield Question(what, target, [{"m": m} for m in (1, 33)], order)
+
+    covers = (
+        f"dX over the rows of weights of {list(SHAPES)} in 1, 2 (fp32) and 4 (bf16) groups, at 1 and "
+        "33 rows"
+    )
+    return prove_orders(questions(), covers)
+
+
+def group_target(
+    group: Group, dims: Sequence[int], groups: int, m: int, dtype: torch.dtype
+) -> TensorTarget:
+    """Return dX: terms are in the order of the axis, and are copied to the weights before each call."""
+    total, width = sum(dims), 8
+    axis = interleave([torch.arange(n) + sum(dims[:i]) for i, n in enumerate(dims)], 0, groups)
+    terms = torch.zeros(width, total, dtype=dtype)
+    weights = [torch.zeros(n, width, dtype=dtype) for n in dims]
+    x = torch.zeros(m, width, dtype=dtype, requires_grad=True)
+    grads = [torch.ones(m, n, dtype=dtype) for n in dims]
+    with torch.enable_grad():
+        outputs = group(x, weights, None, groups=groups)
+
+    def run() -> Tensor:
+        dealt = torch.empty_like(terms.t())
+        dealt[axis] = terms.t()
+        for i, weight in enumerate(weights):
+            weight.data.copy_(dealt[sum(dims[:i]) : sum(dims[: i + 1])])
+        return torch.autograd.grad(outputs, x, grads, retain_graph=True)[0]
+
+    name = f"dX of {dims} in {groups} groups"
+    return TensorTarget(name, terms, lambda: run()[-1], everywhere=run)
+
+
+# Planted wrong groups of linear layers.
+
+
+def _apart(
+    x: Tensor, weights: Any, biases: Any = None, *, groups: int = 1, samples: Any = None
+) -> Any:
+    """Call separate linear layers: autograd adds their dX."""
+    pairs = zip(weights, biases or [None] * 3, strict=False)
+    return tuple(linear(x, w, b, samples=samples) for w, b in pairs)
+
+
+def _ungrouped(
+    x: Tensor, weights: Any, biases: Any = None, *, groups: int = 1, **named: Any
+) -> Any:
+    """Sum weight after weight, without groups."""
+    return linear_group(x, weights, biases, **named)
+
+
+def _turned(x: Tensor, weights: Any, biases: Any = None, **named: Any) -> Any:
+    """Sum the weights from the last to the first."""
+    return linear_group(x, weights[::-1], None if biases is None else biases[::-1], **named)[::-1]
+
+
+def _without_bias(x: Tensor, weights: Any, biases: Any = None, **named: Any) -> Any:
+    """Leave out the last bias and its gradient."""
+    *others, last = linear_group(x, weights, biases, **named)
+    return *others, last - (0 if biases is None else biases[-1])
+
+
+def _without_samples(
+    x: Tensor, weights: Any, biases: Any = None, *, samples: Any = None, **named: Any
+) -> Any:
+    """Count padding as tokens."""
+    return linear_group(x, weights, biases, **named)
+
+
+def _by_rows(x: Tensor, weights: Any, biases: Any = None, **named: Any) -> Any:
+    """Call separate linear layers for few rows."""
+    return (_apart if len(x) < 8 else linear_group)(x, weights, biases, **named)
+
+
+def _blunt(x: Tensor, weights: Any, biases: Any = None, **named: Any) -> Any:
+    """Make weights too large by 2^-8."""
+    larger = [(w.float() * (1 + 2.0**-8)).to(w.dtype) for w in weights]
+    return linear_group(x, larger, biases, **named)
+
+
+stock = Grouped(stock_functions.linear_group)
+apart, ungrouped, turned = Grouped(_apart), Grouped(_ungrouped), Grouped(_turned)
+without_bias, without_samples = Grouped(_without_bias), Grouped(_without_samples)
+by_rows, blunt = Grouped(_by_rows), Grouped(_blunt)

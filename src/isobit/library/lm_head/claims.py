@@ -16,7 +16,7 @@ from isobit.foundation.machine import thread_count
 from isobit.library import refused_calls
 from isobit.library import stock as stock_functions
 from isobit.library.logprob import planted
-from isobit.library.logprob.scored import Score, drawn_targets
+from isobit.library.logprob.claims import Score, drawn_targets
 from isobit.library.subjects import refuses_each
 from isobit.ops.linear.op import linear, linear_fp32
 from isobit.ops.log_softmax.op import log_softmax

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from isobit.library import stock as stock_functions
 from isobit.library.gradients import with_backward, with_value
-from isobit.library.log_softmax.planted import SUMS, LogSumExp
-from isobit.library.logprob.claims import in_shares
-from isobit.library.logprob.scored import Scored, gradients
+from isobit.library.log_softmax.claims import WRONG_SUMS, LogSumExp
+from isobit.library.logprob.claims import Scored, gradients, in_shares
 from isobit.ops.linear.op import linear_fp32
 from isobit.ops.logprob.op import linear_logprob
 from isobit.ops.portable.elementary import log_positive
@@ -71,7 +70,7 @@ def _pairs_folded(logits: Tensor) -> MaxSum:
     return reduce(operator.add, [sum_pairs(share) for share in logits.chunk(4, 1)])
 
 
-over_the_batch, cut_by_threads, not_rescaled, without_the_tail = map(with_sum, SUMS.values())
+over_the_batch, cut_by_threads, not_rescaled, without_the_tail = map(with_sum, WRONG_SUMS.values())
 pairs_folded = with_sum(_pairs_folded)
 temperature_after = with_values(lambda logits, targets, t: scored(logits, targets, 1.0) / t)
 bf16_logits = with_values(lambda logits, *given: scored(logits.bfloat16().float(), *given))

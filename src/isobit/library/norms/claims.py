@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -11,18 +11,39 @@ from torch import Tensor
 
 from isobit.contracts.judge.recipes import Case, mirror
 from isobit.contracts.judge.tally import Tally
+from isobit.contracts.judge.transforms import THREADS
+from isobit.foundation.records import Proof
 from isobit.library import stock
-from isobit.library.gradients import gradients
+from isobit.library.certificates import (
+    Question,
+    feature_order,
+    on_all_threads,
+    prove_orders,
+    token_order,
+)
+from isobit.library.gradients import gradients, with_backward
 from isobit.library.placements import (
     SAMPLE_LENGTHS,
     in_every_storage_and_thread_count,
+    is_real,
     placements,
     put_among_random,
+    rows_of,
 )
 from isobit.library.subjects import Subject
 from isobit.ops.layer_norm import portable as layer_portable
+from isobit.ops.portable.samples import whole_samples
+from isobit.ops.portable.sums import sum_samples
 from isobit.ops.rms_norm import portable as rms_portable
+from isobit.ops.rms_norm.op import rms_norm
+from isobit.order.addition import Branch, chain
+from isobit.order.evaluate import leaf_tree
+from isobit.order.plan import FEATURE_CAP, LEAF, SAMPLE_CAP
 from isobit.order.samples import Samples
+from isobit.order.tree import merge_items
+from isobit.reveal import targets
+from isobit.reveal.targets.products import backward_of as gradient_of
+from isobit.reveal.targets.tensor_target import TensorTarget
 
 HEADS = 6  # two segments of three
 EPS = 1e-6
@@ -123,3 +144,175 @@ def near_eps(subject: Subject, case: Case, tally: Tally) -> None:
     tally.count(case.rows)
     allowed = 2e-6 * exact.abs().amax(-1, keepdim=True)
     tally.true(error <= allowed, "over 2e-6 of the row's largest", error)
+
+
+# Order certificates of the norms: sums over features, tokens and heads.
+
+WIDTHS, ROWS = (64, 300, 1024), (1, 33)
+TOKENS = (2, 11, 257, 515)
+# (lengths, heads): one sample, a tree of samples, three folded in a segment; heads in a tree, and in segments of three.
+REVEALED_HEADS = (((5,), 4), ((3, 4), 6), ((2, 3, 2), 24))
+ELSE = f"{list(THREADS)} threads; all else is elementwise"
+
+
+def tokens_target(
+    tokens: int,
+    heads: int = 0,
+    samples: Samples | None = None,
+    dtype: torch.dtype = torch.float32,
+    function: Subject = rms_norm,
+) -> TensorTarget:
+    """Return dweight over tokens (and heads): rows of ±1 are their own norm, so each term is ± a gradient."""
+    n = 16
+    shape = (tokens, heads, n) if heads else (tokens, n)
+    x, grad = torch.ones(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
+    x[..., 1::2] = -1
+    weight = torch.ones(n, dtype=dtype, requires_grad=True)
+    options: dict[str, Any] = {"eps": 2.0**-126} | ({"samples": samples} if samples else {})
+    run = gradient_of(
+        function(x, weight, **options, **({"heads": True} if heads else {})), weight, grad
+    )
+    name = f"dweight of {getattr(function, '__name__', 'norm')} over {tokens} tokens, {heads} heads"
+    return TensorTarget(name, grad.view(-1, n)[:, ::2].t(), lambda: run()[::2])
+
+
+def head_order(samples: Samples, heads: int) -> Branch:
+    """Return the order of rows token · heads + head: each head, then a sample's heads, then the samples."""
+
+    def pair(a: Branch, b: Branch) -> Branch:
+        return a, b
+
+    def head(start: int, length: int, h: int) -> Branch:
+        rows = [(start + i) * heads + h for i in range(length)]
+        leaves = [leaf_tree("striped", rows[at : at + LEAF]) for at in range(0, length, LEAF)]
+        return chain(term for leaf in leaves for term in leaf)
+
+    totals = [
+        merge_items([head(*span, h) for h in range(heads)], FEATURE_CAP, pair)
+        for span in samples.spans
+        if span[1]
+    ]
+    return merge_items(totals, SAMPLE_CAP, pair)
+
+
+def feature_question(
+    subject: Subject, target: Callable[..., TensorTarget], width: int, more: int = 0
+) -> Question:
+    """Ask for the order of the sum of squares of rows, whose last `more` elements are not probed."""
+
+    def function(x: Tensor, shape: tuple[int], *rest: Any) -> Tensor:
+        return subject(x, torch.ones(shape, dtype=x.dtype), eps=rest[-1])
+
+    def make(m: int) -> TensorTarget:
+        return target(width, m, function=function)
+
+    shapes = on_all_threads({"m": m} for m in ROWS)
+    order = feature_order(width + more, "striped", width)
+    return Question(f"rows of {width + more}", make, shapes, order)
+
+
+def token_questions(subject: Subject) -> Iterator[Question]:
+    """Ask for the order of dweight over the tokens of one sample."""
+    for k in TOKENS:
+        target = partial(tokens_target, k, function=subject)
+        yield Question(f"{k} tokens", target, on_all_threads([{}]), token_order(k, "striped"))
+
+
+def head_questions(subject: Subject) -> Iterator[Question]:
+    """Ask for the order of dweight over tokens, heads and samples."""
+    for lengths, heads in REVEALED_HEADS:
+        samples = Samples.packed(lengths)
+        target = partial(tokens_target, samples.rows, heads, samples, function=subject)
+        what, order = f"{list(lengths)} tokens of {heads} heads", head_order(samples, heads)
+        yield Question(what, target, on_all_threads([{}]), order)
+
+
+def prove_rows(subject: Subject) -> Proof:
+    """Certify the sum of squares of a root-mean-square norm, over row counts and threads."""
+    questions = (feature_question(subject, targets.rms_norm, width) for width in WIDTHS)
+    covers = f"fp32 rows of {list(WIDTHS)}, {list(ROWS)} of them: the sum of squares"
+    return prove_orders(questions, f"{covers}, {ELSE}")
+
+
+def prove_tokens(subject: Subject) -> Proof:
+    """Certify dweight over the tokens of a sample."""
+    covers = f"dweight of samples of {list(TOKENS)} tokens, {ELSE}"
+    return prove_orders(token_questions(subject), covers)
+
+
+def prove_heads(subject: Subject) -> Proof:
+    """Certify dweight over the tokens of a sample, and over heads and samples."""
+    questions = (*token_questions(subject), *head_questions(subject))
+    covers = f"dweight of samples of {list(TOKENS)} tokens, and of (lengths, heads) {list(REVEALED_HEADS)}"
+    return prove_orders(questions, f"{covers}, {ELSE}")
+
+
+# Planted wrong norms whose parameter gradients are summed in other ways; y and dx are right.
+
+Sums = Callable[[Tensor, Samples, int], Tensor]  # (terms, samples, heads) -> the sum
+
+
+def with_sums(sums: Sums) -> Subject:
+    """Return a subject of either norm's contract whose parameter gradients are added by `sums`."""
+
+    def norm(
+        x: Tensor,
+        *parameters: Tensor,
+        eps: float = EPS,
+        samples: Samples | None = None,
+        heads: bool = False,
+    ) -> Tensor:
+        described = samples or whole_samples(x.select(-2, 0) if heads else x, None)
+        count = x.shape[-2] if heads else 0
+
+        def backward(grad: Tensor, x: Tensor, *given: Tensor) -> Any:
+            _, means, scales = forward_of(x, given, eps)
+            dx, *_ = backward_of(grad, x, given, (means, scales), described, count)
+            rows, grads = (t.reshape(-1, x.shape[-1]).float() for t in (x, grad))
+            normal = (rows - means.reshape(-1, 1)) * scales.reshape(-1, 1)
+            terms = [grads * normal, grads][: len(given)]
+            return dx, *(sums(t, described, count).to(x.dtype) for t in terms)
+
+        return with_backward(
+            lambda x, *given: forward_of(x, given, eps)[0], backward, x, *parameters
+        )
+
+    return norm
+
+
+def tokens_of(terms: Tensor, heads: int) -> Tensor:
+    """Return the terms as [tokens, heads, n]."""
+    return terms.view(-1, max(heads, 1), terms.shape[1])
+
+
+def real_rows(terms: Tensor, described: Samples, heads: int) -> Tensor:
+    """Return the terms of real tokens, [tokens, heads, n], in the order of the samples."""
+    return tokens_of(terms, heads)[rows_of(described)]
+
+
+def chain_of(rows: Tensor) -> Tensor:
+    """Return one running sum over the first axis, rounded at every step."""
+    return reduce(torch.add, rows, torch.zeros_like(rows[0]))
+
+
+def _one_chain(terms: Tensor, described: Samples, heads: int) -> Tensor:
+    return chain_of(real_rows(terms, described, heads).flatten(0, 1))
+
+
+def _heads_first(terms: Tensor, described: Samples, heads: int) -> Tensor:
+    return sum_samples(tokens_of(terms, heads).sum(1), described)
+
+
+def _anchored(terms: Tensor, described: Samples, heads: int) -> Tensor:
+    """Count leaves from the padded start of each row of the batch."""
+    masked = torch.where(is_real(described)[:, None, None], tokens_of(terms, heads), 0.0).flatten(1)
+    count = max(len(described.spans), 1)
+    width = described.rows // count
+    grid = Samples.packed([*[width] * (count - 1), described.rows - width * (count - 1)])
+    return rms_portable.sum_heads(masked.reshape(-1, terms.shape[1]), grid, max(heads, 1))
+
+
+padding_counted = with_sums(lambda terms, described, heads: tokens_of(terms, heads).sum((0, 1)))
+one_chain, heads_before_samples = with_sums(_one_chain), with_sums(_heads_first)
+bf16_sums = with_sums(lambda terms, *given: _one_chain(terms.bfloat16(), *given))
+leaves_at_padding = with_sums(_anchored)

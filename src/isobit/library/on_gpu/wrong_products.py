@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from isobit.library.attention.subject import attention
-from isobit.library.linear.implementations import OURS, grads_by, input_grad_by
+from isobit.library.attention.planted import attention
+from isobit.library.linear.planted import OURS, grads_by, input_grad_by
 from isobit.library.on_gpu.twins import source, twin
 from isobit.ops.linear.op import linear
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from isobit.library.cross_entropy.claims import Loss
 from isobit.library.lm_head.claims import Head, ours
-from isobit.library.logprob.scored import Scored
+from isobit.library.logprob.claims import Scored
 from isobit.library.on_gpu.twins import Change, function, source, twin
 from isobit.ops.linear.op import linear_fp32
 from isobit.ops.logprob.loss import linear_cross_entropy

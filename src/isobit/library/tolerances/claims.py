@@ -12,9 +12,58 @@ from torch import Tensor
 
 from isobit.contracts.judge.recipes import Case
 from isobit.contracts.judge.tally import Tally
+from isobit.library.any_kernel import operators
 from isobit.library.any_kernel.within import ROUNDOFF, UPSTREAM, Operator, Values, differentiate
-from isobit.library.tolerances.derivations import KERNELS, exactly
-from isobit.library.tolerances.rounding import Rounded
+from isobit.library.tolerances import kernels
+from isobit.library.tolerances.kernels import Errors, Given, Rounded
+
+# The least accurate kernel of each operator that is still right, with the errors that its roundings can have.
+#
+# [Note: the least accurate right kernel]
+# It adds in fp32 in any order, and stores values where kernels that people use do: where one kernel hands them to the
+# next. Each `stored` in kernels.py is one of those values. The bound of the table must allow
+# every element's error, and not much more.
+
+Forward = Callable[[Given], Rounded]
+Backward = Callable[[Given, Rounded], Errors]
+KERNELS: dict[str, tuple[type[Operator], Forward, Backward]] = {
+    "attention": (
+        operators.Attention,
+        kernels.attention,
+        kernels.attention_gradients,
+    ),
+    "cross_entropy": (
+        operators.CrossEntropy,
+        kernels.cross_entropy,
+        kernels.cross_entropy_gradients,
+    ),
+    "embedding": (
+        operators.Embedding,
+        kernels.embedding,
+        kernels.embedding_gradients,
+    ),
+    "gelu": (operators.Gelu, kernels.gelu, kernels.gelu_gradients),
+    "gqa": (operators.Gqa, kernels.attention, kernels.attention_gradients),
+    "layer_norm": (operators.LayerNorm, kernels.layer_norm, kernels.layer_norm_gradients),
+    "linear": (operators.Linear, kernels.linear, kernels.linear_gradients),
+    "log_softmax": (
+        operators.LogSoftmax,
+        kernels.log_softmax,
+        kernels.log_softmax_gradients,
+    ),
+    "logprob": (operators.Logprob, kernels.logprob, kernels.logprob_gradients),
+    "rms_norm": (operators.RmsNorm, kernels.rms_norm, kernels.rms_norm_gradients),
+    "rope": (operators.Rope, kernels.rope, kernels.rope_gradients),
+    "silu": (operators.Silu, kernels.silu, kernels.silu_gradients),
+    "softmax": (operators.Softmax, kernels.softmax, kernels.softmax_gradients),
+    "swiglu": (operators.Swiglu, kernels.swiglu, kernels.swiglu_gradients),
+}
+
+
+def exactly(given: Values) -> Errors:
+    """Return arguments as values without errors."""
+    return {name: Rounded.exact(t) for name, t in given.items()}
+
 
 OUTPUT = "output"
 LARGEST = 16.0  # how many times the derived error a bound may be, where it is closest

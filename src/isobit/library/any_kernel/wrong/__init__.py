@@ -1,1 +1,0 @@
-"""Wrong kernels, each with one mistake that kernels have had; contracts of any kernel must notice every one."""
