@@ -103,7 +103,7 @@ def wrong_kernels():
         contract = chosen(like, None)
         for claim in contract.claims:
             for name in claim.sabotage:
-                if ".any_kernel.wrong." in name:
+                if ".any_kernel.wrong:" in name:
                     yield contract, claim, name
 
 

@@ -170,7 +170,7 @@ def twins(of: str, by: str, **names: str) -> dict[str, str]:
 # By contract, where two contracts plant the same subject.
 BY_CONTRACT: dict[str, dict[str, str]] = {
     contract: {
-        f"{LIBRARY}.norms.planted:{name}": f"{ROWS}:{prefix}_{twin}"
+        f"{LIBRARY}.norms.claims:{name}": f"{ROWS}:{prefix}_{twin}"
         for name, twin in (
             ("padding_counted", "padding_counted"),
             ("leaves_at_padding", "leaves_at_padding"),
@@ -211,7 +211,7 @@ TWINS: dict[str, str] = {
         wiggling="softmax_wiggling",
     ),
     **twins(
-        "log_softmax.planted",
+        "log_softmax.claims",
         ROWS,
         over_the_batch="log_over_the_batch",
         not_rescaled="log_not_rescaled",
@@ -221,7 +221,7 @@ TWINS: dict[str, str] = {
         wiggling="log_wiggling",
     ),
     **twins(
-        "elementwise.planted",
+        "elementwise.claims",
         ELEMENTS,
         by_libm="silu_rounded_twice",
         silu_rounded_between="silu_rounded_between",
@@ -243,7 +243,7 @@ TWINS: dict[str, str] = {
         frequencies_reversed="rotary_frequencies_reversed",
     ),
     **twins(
-        "embedding.planted",
+        "embedding.claims",
         ELEMENTS,
         plain_index_add="embedding_padding_counted",
         one_chain="embedding_one_chain",
@@ -259,7 +259,7 @@ TWINS: dict[str, str] = {
         rounded_twice="exact_in_digits_of_one_program",
     ),
     **twins(
-        "adamw.planted",
+        "adamw.claims",
         ELEMENTS,
         fused_products="adamw_fused_products",
         approximate_root="adamw_approximate_root",
@@ -285,7 +285,7 @@ TWINS: dict[str, str] = {
         row_blocks="attention_row_blocks",
     ),
     **twins("logprob.planted", WORDS, **{name: f"word_{name}" for name in OF_WORDS}),
-    **twins("cross_entropy.planted", WORDS, **{name: f"loss_{name}" for name in OF_LOSSES}),
+    **twins("cross_entropy.claims", WORDS, **{name: f"loss_{name}" for name in OF_LOSSES}),
     **twins("lm_head.claims", WORDS, **{name: f"head_{name}" for name in OF_HEADS}),
 }
 
@@ -296,23 +296,23 @@ AROUND: frozenset[str] = frozenset(
         "rms_norm.claims": "summed_backwards",
         "layer_norm.claims": "summed_backwards without_bias",
         "softmax.claims": "of_zeros",
-        "log_softmax.planted": "a_hair_more of_zeros summed_backwards",
-        "elementwise.planted": "silu_in_small_batches_by_stock silu_off_by_lane silu_with_other_tail "
+        "log_softmax.claims": "a_hair_more of_zeros summed_backwards",
+        "elementwise.claims": "silu_in_small_batches_by_stock silu_off_by_lane silu_with_other_tail "
         "gelu_in_small_batches_by_stock gelu_off_by_lane gelu_the_other gelu_with_other_tail "
         "swiglu_exchanged swiglu_in_small_batches_by_libm swiglu_off_by_lane swiglu_rounded_between "
         "swiglu_with_other_tail",
         "rotary.claims": "fused_if_alone in_bf16 in_pairs last_head_off narrow_for_narrow of_the_neighbour "
         "with_the_gradient_of_the_turn",
-        "embedding.planted": "without_padding_idx",
-        "adamw.planted": "by_tails corrected_late normalised_apart",
+        "embedding.claims": "without_padding_idx",
+        "adamw.claims": "by_tails corrected_late normalised_apart",
         "exact_sum.claims": "by_storage halves_rounded mean_gradient skipping_the_small with_one_infinity",
         "grad_norm.claims": "largest_shard norm_of_norms sum_of_norms without_the_last",
         "linear.planted": "axes_swapped axes_swapped_where_square leaf_at_padding tail_reordered",
-        "linear_group.planted": "apart blunt by_rows turned ungrouped without_bias without_samples",
+        "linear_group.claims": "apart blunt by_rows turned ungrouped without_bias without_samples",
         "attention.planted": "a_hair_less bf16_gradients padding_counted window_off_by_one without_the_last "
         "zero_times_infinity",
         "gqa.claims": "first_group_for_all heads_descending keys_repeated last_head_counts",
-        "cross_entropy.planted": "blunt mean_of_means padding_in_the_mean summed_in_order summed_plainly",
+        "cross_entropy.claims": "blunt mean_of_means padding_in_the_mean summed_in_order summed_plainly",
     }.items()
     for name in names.split()
 )
@@ -322,11 +322,11 @@ STOCK: frozenset[str] = frozenset(
     for module, names in {
         "stock": "attention exact_sum gelu layer_norm linear log_softmax rms_norm silu swiglu total_norm",
         "adamw.claims": "fused",
-        "embedding.planted": "stock",
-        "linear_group.planted": "stock",
+        "embedding.claims": "stock",
+        "linear_group.claims": "stock",
         "logprob.planted": "stock",
         "lm_head.claims": "stock",
-        "cross_entropy.planted": "stock",
+        "cross_entropy.claims": "stock",
     }.items()
     for name in names.split()
 )

@@ -11,8 +11,7 @@ from isobit.library.on_gpu.twins import source, twin
 from isobit.ops.linear.op import linear
 
 PRODUCTS = "isobit.ops.linear.triton_products"
-FORWARD, STATES = "isobit.ops.attention.triton_forward", "isobit.ops.attention.triton_forward"
-BLOCKS = "isobit.ops.attention.triton_forward"
+FORWARD = "isobit.ops.attention.triton_forward"
 NARROW = ".to(tl.bfloat16).to(tl.float32)"
 
 
@@ -37,28 +36,28 @@ FACTOR = "factor = exp_nonpositive(most - base)"
 FOLD = "for first in range(start, stop, BLOCK):"
 STATE = "output = tl.where(folds, output * factor + added, output)"
 attention_sees_the_next = twin(
-    attention, source(BLOCKS, (SEES, "end = tl.minimum(KEYS - QUERIES + query + 2, KEYS)"))
+    attention, source(FORWARD, (SEES, "end = tl.minimum(KEYS - QUERIES + query + 2, KEYS)"))
 )
 NEW = "new = tl.maximum(most, tl.max(scores, 1)[:, None])"
 # Each block has its own maximum, and what was added before is not rescaled to it.
 attention_without_rescaling = twin(
     attention,
     source(
-        STATES,
+        FORWARD,
         (NEW, "new = tl.max(scores, 1)[:, None]"),
         (FACTOR, "factor = tl.where(most == -float('inf'), 0.0, 1.0)"),
     ),
 )
-attention_bf16_accumulator = twin(attention, source(STATES, (STATE, f"{STATE}{NARROW}")))
+attention_bf16_accumulator = twin(attention, source(FORWARD, (STATE, f"{STATE}{NARROW}")))
 SUM = "total * factor + add_lanes(weights, ROWS)"
 attention_by_count = twin(
     attention,
-    source(STATES, (SUM, f"({SUM}) * (1.0 + tl.minimum(QUERIES, 2) * 1.1920929e-07)")),
+    source(FORWARD, (SUM, f"({SUM}) * (1.0 + tl.minimum(QUERIES, 2) * 1.1920929e-07)")),
 )
 attention_backwards = twin(
     attention,
     source(
-        STATES,
+        FORWARD,
         (
             FOLD,
             "for back in range(start, stop, BLOCK):\n        first = start // BLOCK * BLOCK + "
@@ -69,19 +68,19 @@ attention_backwards = twin(
 attention_heads_mixed = twin(
     attention,
     source(
-        STATES,
+        FORWARD,
         ("* KEY_HEADS + head\n", "* KEY_HEADS + (KEY_HEADS - 1 - head)\n"),
     ),
 )
 # A maximum over a tile would not leave its sample: the first key of the call is of any sample.
 FIRST_KEY = "tl.max(tl.abs(tl.load(k + tl.arange(0, 16)).to(tl.float32))) * 4.0"
 attention_batch_maximum = twin(
-    attention, source(STATES, (NEW, f"{NEW}\n        new = tl.maximum(new, {FIRST_KEY})"))
+    attention, source(FORWARD, (NEW, f"{NEW}\n        new = tl.maximum(new, {FIRST_KEY})"))
 )
 attention_row_blocks = twin(
     attention,
     source(
-        STATES,
+        FORWARD,
         (FOLD, "for first in range(start - tl.load(blocks) % BLOCK, stop, BLOCK):"),
         ("tl.load(blocks + first // BLOCK)", "tl.load(blocks) + first"),
     ),

@@ -14,7 +14,7 @@ from isobit.order.samples import Samples
 
 RMS, LAYER = "isobit.ops.rms_norm.triton", "isobit.ops.layer_norm.triton"
 SOFTMAX, LOG_SOFTMAX = "isobit.ops.softmax.triton", "isobit.ops.log_softmax.triton"
-GRADS, ROWS = "isobit.ops.gpu.ordered_rows", "isobit.ops.gpu.ordered_rows"
+ROWS = "isobit.ops.gpu.ordered_rows"
 NARROW = ".to(tl.bfloat16).to(tl.float32)"
 TOGETHER = "tl.zeros((ROWS, 1), tl.float32)"  # gives all rows of a program the value of one
 
@@ -81,8 +81,8 @@ def pieces(leaf: Any) -> list[Any]:
     return [replace(leaf, start=a, length=b - a) for a, b in zip(starts, stops, strict=True)]
 
 
-CHAIN = source(GRADS, *CHAINS)
-NARROW_LEAVES = source(GRADS, (LEAF, f"{LEAF}{NARROW}"))
+CHAIN = source(ROWS, *CHAINS)
+NARROW_LEAVES = source(ROWS, (LEAF, f"{LEAF}{NARROW}"))
 NARROW_ROWS = source(ROWS, (LEAF, f"{LEAF}{NARROW}"))
 AT_PADDING = function(f"{ROWS}:Leaves", "of", leaves_of_memory)
 
@@ -93,7 +93,7 @@ rms_padding_counted = twin(rms_norm, function(RMS, "whole_samples", all_rows))
 layer_padding_counted = twin(layer_norm, function(LAYER, "whole_samples", all_rows))
 rms_leaves_at_padding = twin(rms_norm, AT_PADDING)
 layer_leaves_at_padding = twin(layer_norm, AT_PADDING)
-rms_heads_descending = twin(rms_norm, function(GRADS, "merge_items", from_the_end))
+rms_heads_descending = twin(rms_norm, function(ROWS, "merge_items", from_the_end))
 
 # ---- layer_norm ------------------------------------------------------------------------------------------
 
