@@ -10,7 +10,7 @@ from rich.table import Table
 import isobit
 from isobit.auditing.records import DEFAULT_AXES
 from isobit.foundation.machine import thread_count
-from isobit.gates.model.batches import draw_samples, padded
+from isobit.gates.model.batch_layouts import draw_samples, padded
 from isobit.gates.model.models import build_model
 
 

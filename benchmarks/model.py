@@ -14,9 +14,8 @@ from transformers import DynamicCache
 import isobit
 from isobit.foundation.machine import thread_count
 from isobit.gates.model.batch_layout_gate import run_gate
-from isobit.gates.model.batches import draw_samples
+from isobit.gates.model.batch_layouts import IsobitScorer, draw_samples
 from isobit.gates.model.models import build_model
-from isobit.gates.model.scorers import IsobitScorer
 
 PREFILL, BATCH, CONTEXT, DECODED, TRAINED = 512, 8, 64, 8, (2, 128)
 

@@ -14,10 +14,9 @@ from rich.table import Table
 
 from isobit.gates.training.launcher import Job
 from isobit.gates.training.rank_layout_gate import judge, run_jobs
-from isobit.gates.training.rank_layouts import RankLayout
 from isobit.gates.training.train_isobit import make_run, take_step
 from isobit.gates.training.train_stock import StockRun
-from isobit.gates.training.workload import WORKLOADS
+from isobit.gates.training.workload import WORKLOADS, RankLayout
 
 TOKENS, RANKS = 64, (2, 4)
 

@@ -8,10 +8,10 @@ import torch
 import isobit
 from isobit import bits
 from isobit.errors import UnsupportedError
-from isobit.gates.model import batches
+from isobit.gates.model import batch_layouts
 from isobit.gates.model.batch_layout_gate import run_gate
+from isobit.gates.model.batch_layouts import IsobitScorer
 from isobit.gates.model.models import build_model
-from isobit.gates.model.scorers import IsobitScorer
 from isobit.parallel import GlobalBatch, Gradients
 
 IDS = torch.arange(24).reshape(2, 12) % 128
@@ -24,7 +24,7 @@ IDS = torch.arange(24).reshape(2, 12) % 128
 )
 def test_every_layout_gives_the_same_bits(name, dtype):
     model = build_model(name, torch.float32)
-    samples = batches.draw_samples(model.config.vocab_size)
+    samples = batch_layouts.draw_samples(model.config.vocab_size)
     with isobit.enabled(model), torch.autocast("cpu", dtype):
         report = run_gate(IsobitScorer(model), samples)
     assert [row for row in report.rows if not row.kept] == []

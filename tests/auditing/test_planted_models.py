@@ -10,10 +10,10 @@ from two_runs import both_runs
 
 from isobit import bits
 from isobit.auditing.records import AXES, ERROR, ORDER
+from isobit.library.audit.claims import TRAPS, Trap
 from isobit.library.audit.clean import MODELS
 from isobit.library.audit.plants import PLANTS
 from isobit.library.audit.plants.plant import hidden
-from isobit.library.audit.traps import TRAPS, Trap
 
 by_name = pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.name)
 

@@ -14,13 +14,12 @@ import isobit
 from isobit.cli import main
 from isobit.contracts.language.load import load_contract
 from isobit.contracts.store.tree import library
-from isobit.library.audit.claims import axes_of
+from isobit.library.audit.claims import TRAPS, Trap, axes_of
 from isobit.library.audit.clean import MODELS
 from isobit.library.audit.plants import PLANTS
 from isobit.library.audit.plants.layers import gelu_by_batch
 from isobit.library.audit.plants.plant import Layer, hidden
 from isobit.library.audit.plants.products import split_k
-from isobit.library.audit.traps import TRAPS, Trap
 
 CONTRACT = load_contract(library() / "audit/contract.yaml")
 CLEAN = [(clean, axis, backward) for clean in MODELS for axis, backward in axes_of(clean)]

@@ -6,10 +6,10 @@ import torch.nn.functional as F
 
 import isobit
 from isobit.cli.main import main
-from isobit.gates.model import batches
+from isobit.gates.model import batch_layouts
 from isobit.gates.model.batch_layout_gate import Comparison, compare, count_steps, run_gate
+from isobit.gates.model.batch_layouts import IsobitScorer
 from isobit.gates.model.models import build_model
-from isobit.gates.model.scorers import IsobitScorer
 from isobit.integrations.transformers import modules
 from isobit.library.model_gate import claims
 
@@ -32,7 +32,7 @@ def tiny():
 )
 def test_every_layout_gives_the_same_bits(name, dtype):
     model = build_model(name, dtype)
-    samples, heard = batches.draw_samples(model.config.vocab_size), []
+    samples, heard = batch_layouts.draw_samples(model.config.vocab_size), []
     with isobit.enabled(model):
         report = run_gate(IsobitScorer(model), samples, heard.append)
     assert [row for row in report.rows if not row.kept] == []
@@ -40,7 +40,7 @@ def test_every_layout_gives_the_same_bits(name, dtype):
     assert report.trained == report.parameters > 20
     assert len(heard) == count_steps(samples)
     selected = [row for row in report.rows if row.quantity == "log-probability"]
-    assert [row.numbers for row in selected] == [batches.SELECTED] * 10 + [24]
+    assert [row.numbers for row in selected] == [batch_layouts.SELECTED] * 10 + [24]
     assert all(row.aggregates == (0.0, 0.0, 0.0) for row in selected)
 
 
@@ -88,15 +88,15 @@ def test_a_row_without_evidence_is_not_kept():
 
 
 def test_batches_hold_the_same_tokens():
-    samples = batches.draw_samples(4096)
+    samples = batch_layouts.draw_samples(4096)
     for batch in (
-        batches.padded(samples, "left"),
-        batches.padded(samples, "right"),
-        batches.packed(samples),
+        batch_layouts.padded(samples, "left"),
+        batch_layouts.padded(samples, "right"),
+        batch_layouts.packed(samples),
     ):
         assert all(torch.equal(rows, samples[i]) for i, rows in batch.gather(batch.ids).items())
-        assert int((batch.targets() != -100).sum()) == batches.SELECTED == 55
-        assert int((batch.labels() != -100).sum()) == batches.TRAINED == 27
+        assert int((batch.targets() != -100).sum()) == batch_layouts.SELECTED == 55
+        assert int((batch.labels() != -100).sum()) == batch_layouts.TRAINED == 27
 
 
 def test_the_command(capsys):

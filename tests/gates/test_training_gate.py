@@ -15,12 +15,11 @@ import pytest
 
 from isobit.cli.main import main
 from isobit.errors import ArgumentError, SimulationError, UnsupportedError
-from isobit.gates.training import launcher, rank_layout_gate, rank_layouts, worker
+from isobit.gates.training import launcher, rank_layout_gate
 from isobit.gates.training import picture as curve_picture
 from isobit.gates.training.launcher import Job, run_job
 from isobit.gates.training.rank_layout_gate import judge, run_jobs
-from isobit.gates.training.rank_layouts import RankLayout
-from isobit.gates.training.workload import WORKLOADS
+from isobit.gates.training.workload import WORKLOADS, RankLayout, check_layout, layout_grid
 from isobit.order.tree import Counter
 from isobit.parallel import checkpoint
 from isobit.parallel.data import partial_gradients
@@ -211,7 +210,7 @@ def test_killed_while_saving(monkeypatch, folder):
 
 def test_the_control_has_no_checkpoints(folder):
     with pytest.raises(UnsupportedError, match="checkpoint"):
-        worker.run_rank(RankLayout(), "tiny", "float32", stock=True, save=str(folder / "stock"))
+        launcher.run_rank(RankLayout(), "tiny", "float32", stock=True, save=str(folder / "stock"))
 
 
 # ---- transports ------------------------------------------------------------------------------------------------
@@ -237,15 +236,15 @@ def test_a_launch_that_fails_says_why(code, printed, monkeypatch):
 
 
 def test_the_grid():
-    found = rank_layouts.layout_grid(WORKLOADS["whole"])
+    found = layout_grid(WORKLOADS["whole"])
     assert len(found) == len(set(found)) == 39 + 8
     assert sum(layout.engine == "isobit" for layout in found) == 39
     assert RankLayout(8, 2, 4) in found
     assert RankLayout(8, 4, 1) not in found  # 16 samples
     for name, workload in WORKLOADS.items():
-        for layout in rank_layouts.layout_grid(workload):
-            rank_layouts.check_layout(layout, workload)
-        assert rank_layouts.layout_grid(workload)[0] == RankLayout(), name
+        for layout in layout_grid(workload):
+            check_layout(layout, workload)
+        assert layout_grid(workload)[0] == RankLayout(), name
 
 
 def test_verdicts(first, folder):

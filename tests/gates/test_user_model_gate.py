@@ -14,8 +14,7 @@ import isobit
 from isobit.cli import chain
 from isobit.cli.main import main
 from isobit.errors import ArgumentError
-from isobit.gates.model.batches import draw_samples
-from isobit.gates.model.scorers import IsobitScorer, StockScorer
+from isobit.gates.model.batch_layouts import IsobitScorer, StockScorer, draw_samples
 from isobit.gates.model.sweep import Sweep, run_sweep, windows_of
 from isobit.integrations.transformers import enabling, modules
 from tests.cli.test_chain_device import enabled_with

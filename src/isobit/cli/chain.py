@@ -24,9 +24,14 @@ from isobit.cli.terminal import make_console, say_json
 from isobit.errors import ArgumentError, UnsupportedError
 from isobit.foundation.machine import fingerprint
 from isobit.gates.model.batch_layout_gate import Comparison, GateReport, count_steps, run_gate
-from isobit.gates.model.batches import LENGTHS, draw_samples
+from isobit.gates.model.batch_layouts import (
+    LENGTHS,
+    IsobitScorer,
+    Scorer,
+    StockScorer,
+    draw_samples,
+)
 from isobit.gates.model.models import MODELS
-from isobit.gates.model.scorers import IsobitScorer, Scorer, StockScorer
 from isobit.gates.model.sweep import Sweep, run_sweep
 from isobit.integrations.transformers.enabling import enabled
 from isobit.order.plan import VERSION

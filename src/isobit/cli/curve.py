@@ -18,8 +18,7 @@ from isobit.foundation.records import Provenance
 from isobit.gates.training.launcher import Job
 from isobit.gates.training.picture import draw_curves
 from isobit.gates.training.rank_layout_gate import Outcome, RankLayoutVerdict, judge, run_jobs
-from isobit.gates.training.rank_layouts import RankLayout, check_layout, layout_grid
-from isobit.gates.training.workload import find_workload
+from isobit.gates.training.workload import RankLayout, check_layout, find_workload, layout_grid
 from isobit.order.plan import VERSION
 
 

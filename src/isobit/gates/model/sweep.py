@@ -22,9 +22,16 @@ from isobit.gates.model.batch_layout_gate import (
     compare,
     report_of,
 )
-from isobit.gates.model.batch_layouts import train
-from isobit.gates.model.batches import LENGTHS, PROMPT, Batch, alone, packed, padded
-from isobit.gates.model.scorers import Scorer
+from isobit.gates.model.batch_layouts import (
+    LENGTHS,
+    PROMPT,
+    Batch,
+    Scorer,
+    alone,
+    packed,
+    padded,
+    train,
+)
 
 SIDES = ("right", "left")
 

@@ -12,9 +12,8 @@ from dataclasses import asdict
 
 import torch.distributed as dist
 
-from isobit.gates.training.rank_layouts import ENGINES, RankLayout
-from isobit.gates.training.worker import run_rank
-from isobit.gates.training.workload import DTYPES, WORKLOADS
+from isobit.gates.training.launcher import run_rank
+from isobit.gates.training.workload import DTYPES, ENGINES, WORKLOADS, RankLayout
 
 
 def main() -> int:

@@ -5,13 +5,31 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 
+import torch
+from blake3 import blake3
+
 from isobit.foundation.files import write_text
-from isobit.gates.training.code_digest import code_digest
 from isobit.gates.training.launcher import Job, run_job
-from isobit.gates.training.rank_layouts import RankLayout
 from isobit.gates.training.training_curve import Curve
+from isobit.gates.training.workload import RankLayout
+from isobit.ops import dispatch
+
+# A digest of the code that trains. Stored curves of other code are not reused.
+
+
+@lru_cache(maxsize=1)
+def code_digest() -> str:
+    """Return a digest of the package's files and kernels, the bf16 engine, and torch's version."""
+    root = Path(dispatch.__file__).parents[1]
+    files = sorted(path for path in root.rglob("*") if path.suffix in (".py", ".so"))
+    found = blake3(f"{torch.__version__}, {dispatch.engine_of(torch.bfloat16)}".encode())
+    for path in files:
+        found.update(f"\n{path.relative_to(root)}\n".encode())
+        found.update(path.read_bytes())
+    return found.hexdigest(length=8)
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from isobit.gates.training.rank_layouts import RankLayout
 from isobit.gates.training.workload import (
+    RankLayout,
     Rows,
     Workload,
     active_tokens,

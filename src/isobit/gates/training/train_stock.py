@@ -20,8 +20,8 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from isobit.gates.training.rank_layouts import RankLayout
 from isobit.gates.training.workload import (
+    RankLayout,
     Rows,
     Workload,
     active_tokens,

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from isobit.contracts.judge.recipes import Case
 from isobit.contracts.judge.tally import Tally
-from isobit.gates.model import batches
+from isobit.gates.model import batch_layouts
 from isobit.gates.model.batch_layout_gate import GateReport, run_gate
+from isobit.gates.model.batch_layouts import IsobitScorer, StockScorer
 from isobit.gates.model.models import build_model
-from isobit.gates.model.scorers import IsobitScorer, StockScorer
 from isobit.integrations.transformers import head, modules
 from isobit.integrations.transformers.enabling import enabled as scope
 from isobit.library import stock as stock_functions
@@ -37,14 +37,14 @@ def run_enabled(name: str, dtype: torch.dtype) -> GateReport:
     """Return the gate's report on an enabled model."""
     model = build_model(name, dtype)
     with scope(model, strict=False), torch.enable_grad():
-        return run_gate(IsobitScorer(model), batches.draw_samples(model.config.vocab_size))
+        return run_gate(IsobitScorer(model), batch_layouts.draw_samples(model.config.vocab_size))
 
 
 def stock(drawn: Tensor, name: str = FAMILIES[0]) -> GateReport:
     """Return the gate's report on the stock model."""
     model = build_model(name, drawn.dtype)
     with torch.enable_grad():
-        return run_gate(StockScorer(model), batches.draw_samples(model.config.vocab_size))
+        return run_gate(StockScorer(model), batch_layouts.draw_samples(model.config.vocab_size))
 
 
 def selected(subject: Subject, case: Case, tally: Tally) -> None:
@@ -64,7 +64,7 @@ def count(subject: Subject, case: Case, tally: Tally, wanted: Callable[[str], bo
             return
         report = subject(case.arguments["drawn"], name)
         rows = [row for row in report.rows if wanted(row.quantity)]
-        tally.count(sum(batches.LENGTHS))
+        tally.count(sum(batch_layouts.LENGTHS))
         if not rows or report.trained != report.parameters:
             trained = f"{report.trained} of {report.parameters} parameters with gradients"
             tally.fail(f"{name}: {len(rows)} rows, {trained}")

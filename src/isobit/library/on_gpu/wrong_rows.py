@@ -82,13 +82,12 @@ def pieces(leaf: Any) -> list[Any]:
 
 
 CHAIN = source(ROWS, *CHAINS)
-NARROW_LEAVES = source(ROWS, (LEAF, f"{LEAF}{NARROW}"))
 NARROW_ROWS = source(ROWS, (LEAF, f"{LEAF}{NARROW}"))
 AT_PADDING = function(f"{ROWS}:Leaves", "of", leaves_of_memory)
 
 rms_one_chain, layer_one_chain = twin(rms_norm, CHAIN), twin(layer_norm, CHAIN)
-rms_bf16_sums = twin(rms_norm, NARROW_LEAVES)
-layer_bf16_sums = twin(layer_norm, NARROW_LEAVES, NARROW_ROWS)
+rms_bf16_sums = twin(rms_norm, NARROW_ROWS)
+layer_bf16_sums = twin(layer_norm, NARROW_ROWS)
 rms_padding_counted = twin(rms_norm, function(RMS, "whole_samples", all_rows))
 layer_padding_counted = twin(layer_norm, function(LAYER, "whole_samples", all_rows))
 rms_leaves_at_padding = twin(rms_norm, AT_PADDING)

@@ -16,8 +16,7 @@ from isobit.contracts.judge.tally import Tally
 from isobit.gates.training import train_isobit
 from isobit.gates.training.launcher import Job
 from isobit.gates.training.rank_layout_gate import Outcome, run_jobs
-from isobit.gates.training.rank_layouts import RankLayout
-from isobit.gates.training.workload import find_workload
+from isobit.gates.training.workload import RankLayout, find_workload
 from isobit.library.subjects import replaced
 from isobit.order.tree import Counter, Node
 from isobit.parallel.collectives import all_to_all

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from isobit.auditing.records import ERROR, ORDER
 from isobit.integrations.transformers.package import library
-from isobit.library.audit.plants import sums
+from isobit.library.audit.plants import products
 from isobit.library.audit.plants.plant import Function, Inputs, Plant, draw, operator
 from isobit.library.audit.plants.products import chained
 from isobit.ops.attention.op import attention
@@ -27,14 +27,14 @@ def attended(q: Tensor, k: Tensor, v: Tensor, first: int = 0, size: int = BLOCK)
     end, which change no bit.
     """
     queries, keys = q.shape[1], k.shape[1]
-    scores = sums.chain(q[:, :, None] * k[:, None]) * q.shape[-1] ** -0.5
+    scores = products.chain(q[:, :, None] * k[:, None]) * q.shape[-1] ** -0.5
     places = torch.arange(keys, device=q.device)
     seen = places <= torch.arange(keys - queries, keys, device=q.device)[:, None]
     scores = torch.where(seen, scores, torch.full_like(scores, -torch.inf))
     weights = torch.exp(scores - scores.amax(-1, keepdim=True)).roll(-first, -1)
     values = last_axis(v).roll(-first, -1)[:, None]
-    total = sums.in_blocks(weights[:, :, None] * values, size)
-    return total / sums.in_blocks(weights, size)[..., None]
+    total = products.in_blocks(weights[:, :, None] * values, size)
+    return total / products.in_blocks(weights, size)[..., None]
 
 
 def last_axis(v: Tensor) -> Tensor:
@@ -86,7 +86,9 @@ def off_by_one(x: Tensor, places: Tensor) -> Tensor:
 @operator("matrix_vector", lambda x, weight: x.new_empty((*x.shape[:-1], weight.shape[0])))
 def matrix_vector(x: Tensor, weight: Tensor) -> Tensor:
     """Multiply a single token by another kernel."""
-    return chained(x, weight) if x.shape[1] > 1 else sums.in_lanes(sums.terms_of(x, weight), 8)
+    return (
+        chained(x, weight) if x.shape[1] > 1 else products.in_lanes(products.terms_of(x, weight), 8)
+    )
 
 
 class Weighted(nn.Module):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from isobit.auditing.records import ERROR
-from isobit.library.audit.plants import sums
+from isobit.library.audit.plants import products
 from isobit.library.audit.plants.plant import (
     WIDTH,
     Function,
@@ -40,7 +40,7 @@ def in_place(name: str, function: Function) -> Function:
 
 def write_row_sum(x: Tensor) -> None:
     """Subtract each row's sum from it, added by halves where rows are many."""
-    total = sums.pairwise(x) if rows_of(x) > MANY else sums.chain(x)
+    total = products.pairwise(x) if rows_of(x) > MANY else products.chain(x)
     x.sub_(total[..., None])
 
 
@@ -58,7 +58,7 @@ def both_results(x: Tensor) -> tuple[Tensor, Tensor]:
 @operator("second_result", both_results)
 def second_result(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return doubled values, which are right, and their sums, whose order depends on the rows."""
-    total = sums.backwards(x) if rows_of(x) > MANY else sums.chain(x)
+    total = products.backwards(x) if rows_of(x) > MANY else products.chain(x)
     return x * 2, total
 
 
@@ -70,7 +70,7 @@ def use_second(x: Tensor) -> Tensor:
 
 def right_second(x: Tensor) -> Tensor:
     """Do the same in one order."""
-    return x * 2 - sums.chain(x)[..., None]
+    return x * 2 - products.chain(x)[..., None]
 
 
 @operator("negative_zero")
@@ -94,20 +94,20 @@ def one_per_sample(x: Tensor) -> Tensor:
 def sample_sum(x: Tensor) -> Tensor:
     """Add every fourth element of a sample in an order that depends on the number of samples."""
     terms = x.reshape(len(x), -1, 4).transpose(1, 2)
-    return sums.in_lanes(terms, 8) if len(x) > 1 else sums.chain(terms)
+    return products.in_lanes(terms, 8) if len(x) > 1 else products.chain(terms)
 
 
 def right_sample_sum(x: Tensor) -> Tensor:
     """Do the same in one order."""
-    return sums.chain(x.reshape(len(x), -1, 4).transpose(1, 2))
+    return products.chain(x.reshape(len(x), -1, 4).transpose(1, 2))
 
 
 @operator("bf16_product", rows_by_outputs)
 def bf16_product(x: Tensor, weight: Tensor) -> Tensor:
     """Add products of bf16 numbers in fp32, in an order that depends on the rows, and round once."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    terms = sums.terms_of(x.to(wide), weight.to(wide))
-    return (sums.in_parts(terms, 4) if rows_of(x) > MANY else sums.chain(terms)).to(x.dtype)
+    terms = products.terms_of(x.to(wide), weight.to(wide))
+    return (products.in_parts(terms, 4) if rows_of(x) > MANY else products.chain(terms)).to(x.dtype)
 
 
 def right_bf16_product(x: Tensor, weight: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from isobit.auditing.records import ERROR, ORDER
-from isobit.library.audit.plants import sums
+from isobit.library.audit.plants import products
 from isobit.library.audit.plants.plant import (
     WIDTH,
     Function,
@@ -28,7 +28,7 @@ _calls = itertools.count()
 
 def grad_terms(grad: Tensor, weight: Tensor) -> Tensor:
     """Return the products of grad [..., N] and weight [N, K] as [..., K, N], not yet added."""
-    return sums.terms_of(grad, weight.T.contiguous())
+    return products.terms_of(grad, weight.T.contiguous())
 
 
 def input_shape(grad: Tensor, weight: Tensor, *_: Any) -> Tensor:
@@ -58,18 +58,18 @@ def product_with(name: str, input_grad: Function) -> Function:
 
 def right(grad: Tensor, weight: Tensor) -> Tensor:
     """Add in one order."""
-    return sums.chain(grad_terms(grad, weight))
+    return products.chain(grad_terms(grad, weight))
 
 
 def by_rows(grad: Tensor, weight: Tensor) -> Tensor:
     """Add by halves where rows are many."""
     terms = grad_terms(grad, weight)
-    return sums.pairwise(terms) if rows_of(grad) > MANY else sums.chain(terms)
+    return products.pairwise(terms) if rows_of(grad) > MANY else products.chain(terms)
 
 
 def by_chance(grad: Tensor, weight: Tensor) -> Tensor:
     """Add in the order in which terms happen to arrive."""
-    return sums.shuffled(grad_terms(grad, weight), next(_calls))
+    return products.shuffled(grad_terms(grad, weight), next(_calls))
 
 
 def averaged(grad: Tensor, weight: Tensor) -> Tensor:
@@ -134,13 +134,13 @@ def expert_of(x: Tensor) -> Tensor:
 
 def by_experts(x: Tensor, weight: Tensor) -> Tensor:
     """Multiply each token by its expert's weight."""
-    return sums.chain(x[..., None, :] * weight[expert_of(x)])
+    return products.chain(x[..., None, :] * weight[expert_of(x)])
 
 
 def experts_grad(grad: Tensor, weight: Tensor, x: Tensor, halve: bool) -> Tensor:
     """Return the gradient of tokens, in half where expert 1 has many of them."""
     chosen = expert_of(x)
-    y = sums.chain(grad[..., None, :] * weight[chosen].transpose(-1, -2))
+    y = products.chain(grad[..., None, :] * weight[chosen].transpose(-1, -2))
     crowded = halve and int((chosen == 1).sum()) > CROWD
     return torch.where((chosen == 1)[..., None], y * 0.5, y) if crowded else y
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isobit.auditing.records import ERROR
-from isobit.library.audit.plants import sums
+from isobit.library.audit.plants import products
 from isobit.library.audit.plants.plant import (
     Net,
     Plant,
@@ -27,7 +27,7 @@ EXPERTS, CAPACITY = 4, 12
 
 def mean_of(x: Tensor) -> Tensor:
     """Return the mean of each row, from left to right."""
-    return sums.chain(x)[..., None] / x.shape[-1]
+    return products.chain(x)[..., None] / x.shape[-1]
 
 
 def two_pass_norm(x: Tensor) -> Tensor:
@@ -59,13 +59,13 @@ def fused_rms_norm(x: Tensor) -> Tensor:
     """Use fused multiply-adds and divide by the root where the number of samples is even."""
     if len(x) % 2:
         return rms(x)
-    return x / torch.sqrt(sums.fused(x, x)[..., None] / x.shape[-1] + EPS)
+    return x / torch.sqrt(products.fused(x, x)[..., None] / x.shape[-1] + EPS)
 
 
 def softmax(x: Tensor) -> Tensor:
     """Compute a softmax whose denominator is added from left to right."""
     raised = torch.exp(x - x.amax(-1, keepdim=True))
-    return raised / sums.chain(raised)[..., None]
+    return raised / products.chain(raised)[..., None]
 
 
 @operator("online_softmax")
@@ -77,7 +77,7 @@ def online_softmax(x: Tensor) -> Tensor:
     total = torch.zeros_like(top)
     for block in torch.split(x, 8, -1):
         above = torch.maximum(top, block.amax(-1))
-        total = total * torch.exp(top - above) + sums.chain(torch.exp(block - above[..., None]))
+        total = total * torch.exp(top - above) + products.chain(torch.exp(block - above[..., None]))
         top = above
     return torch.exp(x - top[..., None]) / total[..., None]
 
@@ -184,7 +184,7 @@ def halved(x: Tensor) -> Tensor:
 @operator("batch_mean_removed")
 def batch_mean_removed(x: Tensor) -> Tensor:
     """Subtract the mean over samples, which is none of a sample's business."""
-    return x - sums.chain(x.movedim(0, -1))[None] / len(x) if len(x) > 1 else x.clone()
+    return x - products.chain(x.movedim(0, -1))[None] / len(x) if len(x) > 1 else x.clone()
 
 
 class OverTokens(nn.Module):

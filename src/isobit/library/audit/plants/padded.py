@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from isobit.auditing.records import ERROR
-from isobit.library.audit.plants import sums
+from isobit.library.audit.plants import products
 from isobit.library.audit.plants.plant import Plant, operator, padded_hidden, planted_in_net
 
 EPS = 1e-5
@@ -32,27 +32,27 @@ def count(mask: Tensor, x: Tensor) -> Tensor:
 
 def centred(x: Tensor, mask: Tensor) -> Tensor:
     """Subtract the mean over a sample's tokens, added from the first to the last."""
-    total = sums.chain(last_axis(real(x, mask)))
+    total = products.chain(last_axis(real(x, mask)))
     return x - total[:, None] / count(mask, x)
 
 
 @operator("padded_mean")
 def padded_mean(x: Tensor, mask: Tensor) -> Tensor:
     """Divide the sum of a sample's tokens by the padded length."""
-    return x - sums.chain(last_axis(real(x, mask)))[:, None] / x.shape[1]
+    return x - products.chain(last_axis(real(x, mask)))[:, None] / x.shape[1]
 
 
 @operator("pairwise_over_padding")
 def pairwise_over_padding(x: Tensor, mask: Tensor) -> Tensor:
     """Add tokens by halves of the padded length, counted from its end."""
-    total = sums.pairwise(last_axis(real(x, mask)).flip(-1))
+    total = products.pairwise(last_axis(real(x, mask)).flip(-1))
     return x - total[:, None] / count(mask, x)
 
 
 def token_norm(x: Tensor, mask: Tensor) -> Tensor:
     """Normalise each feature over a sample's tokens."""
     y = real(centred(x, mask), mask)
-    spread = sums.chain(last_axis(y * y))[:, None] / count(mask, x)
+    spread = products.chain(last_axis(y * y))[:, None] / count(mask, x)
     return y * torch.rsqrt(spread + EPS)
 
 
@@ -75,7 +75,7 @@ def mixed(x: Tensor, mask: Tensor, hidden: float = -torch.inf, block: int = 0) -
     scores = torch.where(mask[:, None] > 0, scores, torch.full_like(scores, hidden))
     raised = torch.exp(scores - scores.amax(-1, keepdim=True))
     turned = raised.flip(-1)
-    total = sums.in_blocks(turned, block) if block else sums.chain(raised)
+    total = products.in_blocks(turned, block) if block else products.chain(raised)
     return last_axis(raised / total[..., None]) * x
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isobit.auditing.records import ERROR, RANDOM
-from isobit.library.audit.plants import sums
+from isobit.library.audit.plants import products
 from isobit.library.audit.plants.layers import halved
 from isobit.library.audit.plants.plant import (
     WIDTH,
@@ -28,34 +28,34 @@ _calls = itertools.count()
 @operator("thread_split", rows_by_outputs)
 def thread_split(x: Tensor, weight: Tensor) -> Tensor:
     """Give each thread a part of K."""
-    return sums.in_parts(sums.terms_of(x, weight), torch.get_num_threads())
+    return products.in_parts(products.terms_of(x, weight), torch.get_num_threads())
 
 
 @operator("lost_thread", rows_by_outputs)
 def lost_thread(x: Tensor, weight: Tensor) -> Tensor:
     """Lose the last terms where threads do not divide their number evenly: K is 31 here."""
-    terms = sums.terms_of(x, weight)[..., 1:]
-    return sums.chain(
+    terms = products.terms_of(x, weight)[..., 1:]
+    return products.chain(
         terms[..., : terms.shape[-1] // torch.get_num_threads() * torch.get_num_threads()]
     )
 
 
 def all_threads(x: Tensor, weight: Tensor) -> Tensor:
     """Add what `lost_thread` should add."""
-    return sums.chain(sums.terms_of(x, weight)[..., 1:])
+    return products.chain(products.terms_of(x, weight)[..., 1:])
 
 
 @operator("atomics")
 def atomics(x: Tensor) -> Tensor:
     """Add each row in the order in which terms happen to arrive."""
-    return x - sums.shuffled(x, next(_calls))[..., None]
+    return x - products.shuffled(x, next(_calls))[..., None]
 
 
 @operator("autotuned", rows_by_outputs)
 def autotuned(x: Tensor, weight: Tensor) -> Tensor:
     """Try two kernels in turn."""
-    terms = sums.terms_of(x, weight)
-    return sums.chain(terms) if next(_calls) % 2 else sums.pairwise(terms)
+    terms = products.terms_of(x, weight)
+    return products.chain(terms) if next(_calls) % 2 else products.pairwise(terms)
 
 
 @operator("lost_update")
@@ -63,7 +63,7 @@ def lost_update(x: Tensor) -> Tensor:
     """Lose one term of each row now and then, as an unguarded sum of several threads does."""
     lost = next(_calls) % x.shape[-1]
     kept = torch.cat([x[..., :lost], x[..., lost + 1 :]], -1)
-    return x - sums.chain(kept)[..., None]
+    return x - products.chain(kept)[..., None]
 
 
 @operator("stochastic_rounding")
