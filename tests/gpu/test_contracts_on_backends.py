@@ -30,7 +30,8 @@ from isobit.library.on_gpu.plans import (
     planted_in,
     reason_against,
 )
-from isobit.library.on_gpu.twins import AROUND, BY_CONTRACT, STOCK, TWINS, source
+from isobit.library.on_gpu.twin_names import AROUND, BY_CONTRACT, STOCK, TWINS
+from isobit.library.on_gpu.twins import source
 
 QUICK = {
     "silu-kernel-v1": ("anywhere", "accuracy", "gradient", "reflection", "executors-agree"),

@@ -1,4 +1,4 @@
-"""Judge a contract: every claim at L1 and L2 here, at L3 and L4 in higher_levels.py."""
+"""Judge a contract: each claim at L1 to L4, until the level that it must reach or the first that fails."""
 
 from __future__ import annotations
 

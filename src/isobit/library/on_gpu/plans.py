@@ -10,7 +10,7 @@ from isobit.contracts.language.contract import Claim, Contract, Inputs, planted_
 from isobit.contracts.store.sources import ROOT, hash_text
 from isobit.contracts.store.tree import Tree, entry_from, facts_of, library
 from isobit.contracts.workspace import Workspace
-from isobit.library.on_gpu.twins import BY_CONTRACT, TWINS
+from isobit.library.on_gpu.twin_names import BY_CONTRACT, TWINS
 
 ROWS, WIDTH = (
     17,

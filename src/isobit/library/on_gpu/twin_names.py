@@ -1,0 +1,215 @@
+"""Which wrong Triton kernel stands for which planted subject: planted subject -> its twin; without torch.
+
+A planted subject without a twin is in AROUND or in STOCK, which name the reason. One that is in none fails
+tests/gpu/test_contracts_on_backends.py, which also launches those of AROUND.
+"""
+
+from __future__ import annotations
+
+LIBRARY = "isobit.library"
+ROWS, ELEMENTS, PRODUCTS, WORDS = (
+    f"{LIBRARY}.on_gpu.wrong_{name}" for name in ("rows", "elements", "products", "words")
+)
+OF_WORDS = (
+    "over_the_batch",
+    "neighbours_target",
+    "ignored_counted",
+    "without_the_tail",
+    "not_rescaled",
+    "a_hair_more",
+    "bf16_logits",
+    "temperature_after",
+    "vocabulary_reversed",
+    "padding_counted",
+    "dhidden_by_rows",
+    "ignored_pulled",
+    "without_temperature",
+    "blunted",
+    "tokens_backwards",
+)
+OF_LOSSES = (
+    "over_the_batch",
+    "neighbours_target",
+    "bf16_logits",
+    "ignored_pulled",
+    "tokens_backwards",
+)
+OF_HEADS = (
+    "bf16_logits",
+    "widened_late",
+    "decoding_otherwise",
+    "without_the_last_feature",
+    "temperature_after",
+    "neighbours_target",
+    "without_the_tail",
+)
+
+
+def twins(of: str, by: str, **names: str) -> dict[str, str]:
+    """Return {"of:planted": "by:twin"}."""
+    return {f"{LIBRARY}.{of}:{name}": f"{by}:{twin}" for name, twin in names.items()}
+
+
+# By contract, where two contracts plant the same subject.
+BY_CONTRACT: dict[str, dict[str, str]] = {
+    contract: {
+        f"{LIBRARY}.norms.claims:{name}": f"{ROWS}:{prefix}_{twin}"
+        for name, twin in (
+            ("padding_counted", "padding_counted"),
+            ("leaves_at_padding", "leaves_at_padding"),
+            ("one_chain", "one_chain"),
+            ("heads_before_samples", "heads_descending"),
+            ("bf16_sums", "bf16_sums"),
+        )
+    }
+    for contract, prefix in (("rmsnorm-kernel-v1", "rms"), ("layernorm-kernel-v1", "layer"))
+}
+
+TWINS: dict[str, str] = {
+    **twins(
+        "rms_norm.claims",
+        ROWS,
+        eps_outside="rms_eps_outside",
+        over_the_batch="rms_over_the_batch",
+        bf16_accumulator="rms_bf16_accumulator",
+        without_the_last="rms_without_the_last",
+        without_eps="rms_without_eps",
+        without_a_root="rms_without_a_root",
+        by_squares_in_fp16="rms_squares_in_fp16",
+    ),
+    **twins(
+        "layer_norm.claims",
+        ROWS,
+        eps_outside="layer_eps_outside",
+        over_the_batch="layer_over_the_batch",
+        unbiased="layer_unbiased",
+        one_pass="layer_one_pass",
+    ),
+    **twins(
+        "softmax.claims",
+        ROWS,
+        without_shift="softmax_without_shift",
+        over_the_batch="softmax_over_the_batch",
+        without_the_last="softmax_without_the_last",
+        wiggling="softmax_wiggling",
+    ),
+    **twins(
+        "log_softmax.claims",
+        ROWS,
+        over_the_batch="log_over_the_batch",
+        not_rescaled="log_not_rescaled",
+        without_the_tail="log_without_the_tail",
+        log_of_softmax="log_of_softmax",
+        plain_gradient="log_plain_gradient",
+        wiggling="log_wiggling",
+    ),
+    **twins(
+        "elementwise.claims",
+        ELEMENTS,
+        by_libm="silu_rounded_twice",
+        silu_rounded_between="silu_rounded_between",
+        silu_too_steep="silu_too_steep",
+        gelu_rounded_between="gelu_rounded_between",
+        by_error_function="gelu_rounded_twice",
+        gelu_by_difference="gelu_by_difference",
+        gelu_of_a_leaky_kind="gelu_of_a_leaky_kind",
+        gelu_above_x="gelu_above_x",
+        gelu_with_a_step="gelu_with_steps",
+        swiglu_by_sigmoid="swiglu_by_sigmoid",
+        swiglu_with_a_limit="swiglu_with_a_limit",
+    ),
+    **twins(
+        "rotary.claims",
+        ELEMENTS,
+        wrong_in_one_half="rotary_wrong_in_one_half",
+        rounded_between="rotary_rounded_between",
+        frequencies_reversed="rotary_frequencies_reversed",
+    ),
+    **twins(
+        "embedding.claims",
+        ELEMENTS,
+        plain_index_add="embedding_padding_counted",
+        one_chain="embedding_one_chain",
+        duplicates_dropped="embedding_duplicates_dropped",
+        bf16_sums="embedding_bf16_sums",
+        negative_zeros="embedding_negative_zeros",
+        off_by_one="embedding_off_by_one",
+    ),
+    **twins(
+        "exact_sum.claims",
+        ELEMENTS,
+        in_fp64="exact_truncated",
+        rounded_twice="exact_in_digits_of_one_program",
+    ),
+    **twins(
+        "adamw.claims",
+        ELEMENTS,
+        fused_products="adamw_fused_products",
+        approximate_root="adamw_approximate_root",
+        corrected_inside="adamw_corrected_inside",
+        divided_first="adamw_divided_first",
+        rounded_between="adamw_rounded_between",
+        eps_inside="adamw_eps_inside",
+        coupled="adamw_coupled",
+    ),
+    **twins("grad_norm.claims", ELEMENTS, in_fp32="norm_by_lane"),
+    **twins("linear.planted", PRODUCTS, bf16_merges="linear_bf16_segments"),
+    **twins(
+        "attention.planted",
+        PRODUCTS,
+        split_by_count="attention_by_count",
+        cut_from_the_chunk="attention_by_count",
+        without_rescaling="attention_without_rescaling",
+        bf16_accumulator="attention_bf16_accumulator",
+        summed_backwards="attention_backwards",
+        heads_mixed="attention_heads_mixed",
+        sees_the_next="attention_sees_the_next",
+        batch_maximum="attention_batch_maximum",
+        row_blocks="attention_row_blocks",
+    ),
+    **twins("logprob.planted", WORDS, **{name: f"word_{name}" for name in OF_WORDS}),
+    **twins("cross_entropy.claims", WORDS, **{name: f"loss_{name}" for name in OF_LOSSES}),
+    **twins("lm_head.claims", WORDS, **{name: f"head_{name}" for name in OF_HEADS}),
+}
+
+# They are wrong in how they call the operator, or in what they make of its result: they run its Triton executor.
+AROUND: frozenset[str] = frozenset(
+    f"{LIBRARY}.{module}:{name}"
+    for module, names in {
+        "rms_norm.claims": "summed_backwards",
+        "layer_norm.claims": "summed_backwards without_bias",
+        "softmax.claims": "of_zeros",
+        "log_softmax.claims": "a_hair_more of_zeros summed_backwards",
+        "elementwise.claims": "silu_in_small_batches_by_stock silu_off_by_lane silu_with_other_tail "
+        "gelu_in_small_batches_by_stock gelu_off_by_lane gelu_the_other gelu_with_other_tail "
+        "swiglu_exchanged swiglu_in_small_batches_by_libm swiglu_off_by_lane swiglu_rounded_between "
+        "swiglu_with_other_tail",
+        "rotary.claims": "fused_if_alone in_bf16 in_pairs last_head_off narrow_for_narrow of_the_neighbour "
+        "with_the_gradient_of_the_turn",
+        "embedding.claims": "without_padding_idx",
+        "adamw.claims": "by_tails corrected_late normalised_apart",
+        "exact_sum.claims": "by_storage halves_rounded mean_gradient skipping_the_small with_one_infinity",
+        "grad_norm.claims": "largest_shard norm_of_norms sum_of_norms without_the_last",
+        "linear.planted": "axes_swapped axes_swapped_where_square leaf_at_padding tail_reordered",
+        "linear_group.claims": "apart blunt by_rows turned ungrouped without_bias without_samples",
+        "attention.planted": "a_hair_less bf16_gradients padding_counted window_off_by_one without_the_last "
+        "zero_times_infinity",
+        "gqa.claims": "first_group_for_all heads_descending keys_repeated last_head_counts",
+        "cross_entropy.claims": "blunt mean_of_means padding_in_the_mean summed_in_order summed_plainly",
+    }.items()
+    for name in names.split()
+)
+# They are torch's own functions, which a claim must find without help: they run nothing of isobit.
+STOCK: frozenset[str] = frozenset(
+    f"{LIBRARY}.{module}:{name}"
+    for module, names in {
+        "stock": "attention exact_sum gelu layer_norm linear log_softmax rms_norm silu swiglu total_norm",
+        "adamw.claims": "fused",
+        "embedding.claims": "stock",
+        "linear_group.claims": "stock",
+        "logprob.planted": "stock",
+        "lm_head.claims": "stock",
+        "cross_entropy.claims": "stock",
+    }.items()
+    for name in names.split()
+)
