@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 import isobit
-from isobit.report.svg import Canvas
+from isobit.report.markup import Canvas
 
 PROMPTS, GROUP, NEW, WANTED = 4, 4, 16, 16
 SIZES = {

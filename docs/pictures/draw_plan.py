@@ -6,7 +6,7 @@ python docs/pictures/draw_plan.py writes plan_1536.svg and plan_14336.svg beside
 from pathlib import Path
 
 from isobit.order.plan import FeaturePlan
-from isobit.report.svg import Canvas
+from isobit.report.markup import Canvas
 
 WIDTH, LEFT, ROW = 900, 100, 64
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
 from isobit.errors import ArgumentError, UnsupportedError
-from isobit.foundation.isolation import keeping_subnormals
+from isobit.foundation.machine import keeping_subnormals
 from isobit.ops.adamw import step as steps
 from isobit.ops.adamw.portable import Numbers, numbers_of
 from isobit.ops.exact_sum.op import exact_state_anywhere, round_state

@@ -7,7 +7,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import isobit
-from isobit.foundation import isolation, machine
+from isobit.foundation import machine
+from isobit.foundation import machine as isolation
 from tests.attacks.operators import FEATURES, ROWS, digests, draw, force_portable
 
 

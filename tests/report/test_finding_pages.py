@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 import pytest
 
 from isobit.comparing.runs.report import write_twice_page
-from isobit.report.finding_page import MOST_RANKS, sentences_of, write_ranks
+from isobit.report.pages import MOST_RANKS, sentences_of, write_ranks
 from isobit.simulator.page import write_autopsy_page, write_simulate_page
 
 HOSTILE = "<script>alert(1)</script>\x1b[31m & \"quoted\" 'name'"

@@ -35,7 +35,7 @@ from isobit.foundation.machine import fingerprint
 from isobit.foundation.processor import cpu_name
 from isobit.foundation.records import Provenance
 from isobit.order.plan import VERSION
-from isobit.report.forms import writer_of
+from isobit.report.markup import writer_of
 
 # `Report`: what `isobit.audit` returns. It can be printed and saved.
 

@@ -29,7 +29,7 @@ from isobit.certifying.running.steps import Progress, Steps
 from isobit.foundation import files
 from isobit.foundation.processor import cpu_name
 from isobit.foundation.records import Provenance
-from isobit.report.forms import writer_of
+from isobit.report.markup import writer_of
 
 TARGETS = ("sm_80", "sm_90", "sm_100")
 WRITERS = {

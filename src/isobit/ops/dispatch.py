@@ -23,7 +23,7 @@ import torch
 
 from isobit.errors import PortableWarning, UnsupportedError
 from isobit.foundation import backends, native
-from isobit.foundation.isolation import run_apart
+from isobit.foundation.machine import run_apart
 from isobit.foundation.records import Attestation
 
 # Mark functions whose results torch.compile takes as constants.

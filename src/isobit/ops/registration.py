@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._library.autograd import Info, make_autograd_impl
 
 from isobit.foundation import backends, launches
-from isobit.foundation.isolation import keeping_subnormals
+from isobit.foundation.machine import keeping_subnormals
 from isobit.ops import dispatch
 from isobit.ops.derivatives import check_derivatives, refuse_second_order, refuse_vmap
 from isobit.ops.gpu import executors

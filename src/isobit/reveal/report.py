@@ -8,8 +8,7 @@ from itertools import groupby, pairwise
 
 from isobit.foundation.records import Provenance
 from isobit.order.addition import step_digests, steps_of
-from isobit.report.markup import FOOTER_STYLE, as_footer, escape
-from isobit.report.svg import Canvas
+from isobit.report.markup import FOOTER_STYLE, Canvas, as_footer, escape
 from isobit.reveal.certificate import OrderClass, OrderComparison
 from isobit.reveal.outline import Outline, Run, count_lead, describe
 from isobit.reveal.tree import Tree

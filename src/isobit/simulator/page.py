@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from isobit.foundation.records import Provenance
-from isobit.report.finding_page import (
+from isobit.report.pages import (
     MOST_SHOWN,
     sentences_of,
     write_card,

@@ -30,9 +30,8 @@ from isobit.auditing.report.sentence import (
 )
 from isobit.auditing.report.strip import in_words
 from isobit.foundation.plain_text import plain_json
-from isobit.report.markup import SHOWN, as_footer, escape, table
-from isobit.report.style import fill_page
-from isobit.report.svg import STYLE
+from isobit.report.markup import SHOWN, STYLE, as_footer, escape, table
+from isobit.report.pages import fill_page
 from isobit.reveal.certificate import OrderComparison
 from isobit.reveal.report import draw_certificate
 

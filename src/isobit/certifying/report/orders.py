@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from isobit.certifying.records import TargetReport
 from isobit.certifying.report.words import describe_class, letter
 from isobit.order.addition import Branch, step_digests, steps_of
-from isobit.report.markup import escape
-from isobit.report.svg import STYLE, Canvas
+from isobit.report.markup import STYLE, Canvas, escape
 from isobit.reveal.report import WIDTH, OrderPicture
 from isobit.reveal.tree import Tree
 

@@ -29,9 +29,9 @@ from isobit.certifying.report.words import (
     tone,
 )
 from isobit.foundation.plain_text import plain_json
-from isobit.report import style
+from isobit.report import pages
 from isobit.report.markup import FOOTER_STYLE, as_footer, escape
-from isobit.report.svg import STYLE as PICTURES
+from isobit.report.markup import STYLE as PICTURES
 
 PARTINGS = 5  # pairs of expressions that are shown per target
 STYLE = """
@@ -83,7 +83,7 @@ def write_certificate_page(found: Certified) -> str:
     expressions = "".join(_expressions(each, each[0] not in firsts, numbers) for each in groups)
     return PAGE.format(
         title=escape(f"Certificate of {found.function}"),
-        style=PICTURES + style.STYLE + certify_map.STYLE + STYLE + FOOTER_STYLE,
+        style=PICTURES + pages.AUDIT_STYLE + certify_map.STYLE + STYLE + FOOTER_STYLE,
         about=_about(found),
         tone=tone(found),
         conclusion=escape(conclude(found)),

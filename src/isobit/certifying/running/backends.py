@@ -24,7 +24,7 @@ from isobit.certifying.running.interpreter import interpreted
 from isobit.certifying.running.kernel_texts import KernelText
 from isobit.errors import ArgumentError, UnsupportedError
 from isobit.foundation import backends
-from isobit.foundation.isolation import keeping_subnormals
+from isobit.foundation.machine import keeping_subnormals
 from isobit.order.engines import ENGINE_OF_TARGET
 
 KINDS = ("interpreter", "machine")

@@ -27,7 +27,7 @@ from isobit.certifying.running.refusals import AddressError, FloatAtomicError, R
 from isobit.certifying.running.storages import ALIGNED, first_byte
 from isobit.certifying.running.watch import storage_of
 from isobit.errors import ArgumentError, EngineError, IsobitError
-from isobit.foundation.isolation import keeping_subnormals
+from isobit.foundation.machine import keeping_subnormals
 from isobit.order.engines import ENGINE_OF_TARGET
 
 # What is wrong with a kernel itself; every other error says what the machine cannot run.

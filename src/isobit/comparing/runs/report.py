@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from isobit.foundation.records import Provenance
-from isobit.report.finding_page import write_card, write_facts, write_frame, write_table
+from isobit.report.pages import write_card, write_facts, write_frame, write_table
 
 # Why an operator is the first whose result differs.
 RANDOM = "random numbers"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from isobit.foundation.records import Provenance, to_json
 from isobit.report.markup import FOOTER_STYLE, as_footer, escape, tone_of
-from isobit.report.style import STYLE
+from isobit.report.pages import AUDIT_STYLE
 
 AXES = {
     "repeats": "the same request again, alone",
@@ -152,7 +152,7 @@ def write_server_page(found: ServerAudit) -> str:
     command = found.provenance.command if found.provenance else ""
     return PAGE.format(
         title=escape(f"Audit of {found.model}"),
-        style=STYLE + GRID_STYLE + FOOTER_STYLE,
+        style=AUDIT_STYLE + GRID_STYLE + FOOTER_STYLE,
         about=escape(
             f"{found.server}; {found.prompts} prompts, {found.tokens} tokens each; every answer against that of the "
             "same prompt alone"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 from isobit.foundation.records import Provenance
-from isobit.report.svg import Canvas
+from isobit.report.markup import Canvas
 
 Losses = Mapping[str, Sequence[float]]  # by layout; the others are compared with the first
 LEFT, WIDTH, HEIGHT, TOP = 74, 330, 210, 58

@@ -10,8 +10,7 @@ from textwrap import wrap
 from typing import Any
 
 from isobit.foundation.records import Provenance
-from isobit.report.markup import FOOTER_STYLE, as_footer, escape
-from isobit.report.svg import Canvas
+from isobit.report.markup import FOOTER_STYLE, Canvas, as_footer, escape
 
 # A picture of a run's log: the curves by step, and a mark at every finding.
 

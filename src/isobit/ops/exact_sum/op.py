@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from isobit.errors import ArgumentError
-from isobit.foundation.isolation import keeping_subnormals
+from isobit.foundation.machine import keeping_subnormals
 from isobit.ops import dispatch
 from isobit.ops.arguments import WITH_GPU, check_tensors
 from isobit.ops.exact_sum import portable

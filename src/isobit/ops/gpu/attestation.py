@@ -17,7 +17,7 @@ from importlib import import_module
 import torch
 
 from isobit.errors import EngineError, in_one_line
-from isobit.foundation.isolation import run_apart
+from isobit.foundation.machine import run_apart
 from isobit.foundation.records import Attestation
 from isobit.ops.attesting import calls_on
 from isobit.ops.dispatch import constant_in_graphs, find_attestation

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.foundation.isolation import keeping_subnormals
+from isobit.foundation.machine import keeping_subnormals
 from isobit.ops import dispatch
 from isobit.ops.arguments import WITH_GPU, cast_for_autocast, check_tensors, refuse_shape
 from isobit.ops.gpu import executors

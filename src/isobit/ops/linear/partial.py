@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from isobit.errors import CutError
-from isobit.foundation.isolation import keeping_subnormals
+from isobit.foundation.machine import keeping_subnormals
 from isobit.ops import dispatch
 from isobit.ops.arguments import check_tensors, refuse_shape
 from isobit.ops.linear.group import check_groups, interleave

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from isobit.errors import ArgumentError, CutError
-from isobit.foundation.isolation import keeping_subnormals
+from isobit.foundation.machine import keeping_subnormals
 from isobit.ops import dispatch
 from isobit.ops.arguments import check_tensors, refuse_shape
 from isobit.ops.linear.op import check_linear

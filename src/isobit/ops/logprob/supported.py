@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from isobit.errors import ArgumentError
-from isobit.foundation.isolation import keeping_subnormals
+from isobit.foundation.machine import keeping_subnormals
 from isobit.ops import dispatch
 from isobit.ops.arguments import check_tensors, refuse_shape
 from isobit.ops.linear.op import linear_fp32
