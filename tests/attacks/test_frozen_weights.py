@@ -13,6 +13,7 @@ import torch
 
 import isobit
 from isobit import bits
+from isobit.nn.linear import read_weight
 from isobit.ops import dispatch
 
 pytestmark = pytest.mark.skipif(not dispatch.has_native(), reason="no native kernels")
@@ -242,6 +243,37 @@ def test_inference_threads_see_the_weights_that_a_writer_sends(sync):
     assert all(bits.equal(found, whole[-1]) for found in last)
     if sync in (assign, replace_data):
         assert all(any(bits.equal(found, one) for one in whole) for found in seen)
+
+
+def test_a_call_without_a_snapshot_keeps_the_memory_that_it_reads():
+    module = layer()
+    with isobit.freeze(module), torch.no_grad():
+        other = (
+            module.weight.data
+        )  # an owner: the next write cannot be shared, so nothing is packed
+        module.weight.mul_(2)
+        first = read_weight(module).weight
+        expected = first.clone()
+        module.weight.data = torch.zeros_like(other)
+        del other
+        assert first is not module.weight
+        assert bits.equal(first, expected)
+        assert not module(X).any()
+
+
+def test_calls_do_not_keep_each_other_from_packing():
+    module = layer()
+    with isobit.freeze(module), torch.no_grad():
+        other = module.weight.data
+        module.weight.mul_(2)
+        alias = read_weight(module).weight
+        assert alias.data_ptr() == module.weight.data_ptr()
+        del other
+        own = read_weight(module).weight
+        assert own.data_ptr() != alias.data_ptr()
+        assert bits.equal(own, alias)
+        del alias
+        assert read_weight(module).packed is not None
 
 
 # ---- memory of torch.load, and copies -------------------------------------------------------------------------

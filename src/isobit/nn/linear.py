@@ -66,5 +66,5 @@ def read_weight(layer: torch.nn.Linear | torch.nn.Embedding) -> WeightRead:
         return WeightRead(weight)
     snapshot = watched.current(weight)
     if snapshot is None:
-        return WeightRead(weight)
+        return WeightRead(watched.hold(weight))
     return WeightRead(snapshot.weight, snapshot.packed, snapshot)

@@ -21,13 +21,17 @@ holds the alias until it has ended, which counts as an owner: nothing is packed 
 itself changes its version when it has ended: the version is read before the memory is shared, and is compared with the
 address at every call. So the first call after the last write has ended packs what was written, whatever was packed
 before. A snapshot (clone, packed form and place) is published as one object, and a call reads the snapshot's clone
-rather than the weight: the memory stays as it is, and stays allocated, while the call holds the snapshot.
+rather than the weight: the memory stays as it is, and stays allocated, while the call holds the snapshot. A call that
+finds no snapshot, because others own the memory, reads an alias, which is an owner too: `weight.data = …` of another
+thread then does not free what the call reads. Where all other owners are such aliases, a call reads a copy instead:
+otherwise calls of several threads could keep each other from packing for ever.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from typing import NamedTuple
 
 import torch
@@ -67,6 +71,8 @@ class WatchedWeight:
         # It was taken once: a later snapshot then follows a write.
         self._was_taken = False
         self._snapshot: Snapshot | None = None
+        # Aliases that calls read, each with the storage that it was made of.
+        self._aliases: list[tuple[int, weakref.ref[Tensor]]] = []
         if self.current(weight) is None:
             refuse_memory(weight)
 
@@ -84,6 +90,20 @@ class WatchedWeight:
             return snapshot
         with self._lock:
             return None if self._is_released else self._renew(weight)
+
+    def hold(self, weight: Tensor) -> Tensor:
+        """Return the weight for a call that has no snapshot: an alias or a copy, whose memory nobody else frees."""
+        if not is_plain(weight):
+            return weight
+        with self._lock:
+            storage = weight.untyped_storage()._cdata
+            self._aliases = [known for known in self._aliases if known[1]() is not None]
+            ours = sum(made_of == storage for made_of, _ in self._aliases)
+            alias = weight.detach()
+            if ours and count_owners(weight) - ours <= 2:  # the weight, and this alias
+                return alias.clone()
+            self._aliases.append((storage, weakref.ref(alias)))
+            return alias
 
     def release(self) -> None:
         """Drop the snapshot and take no other: also for copies of a layer that share this object."""
