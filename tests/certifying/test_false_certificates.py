@@ -46,6 +46,7 @@ ROWS = {
     "float_atomics_large_batches_only": (1, 130),
     "channels_first": (1, 32),
     "spin_lock": (1, 3),
+    "num_programs_start": (1, 3),
 }
 # One of each cause: (function, row counts, exit code, what the reason names)
 QUICK = (

@@ -56,6 +56,8 @@ class OnTheCPU(FunctionMode):  # type: ignore[misc]
             return True
         if func is torch.Tensor.cuda:
             return args[0]
+        if func is torch.device:
+            return func(*args, **(kwargs or {}))
         given = {name: CPU if is_gpu(value) else value for name, value in (kwargs or {}).items()}
         return func(*(CPU if is_gpu(value) else value for value in args), **given)
 
