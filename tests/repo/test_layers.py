@@ -141,7 +141,13 @@ def test_only_gates_and_commands_know_of_the_simulator():
     }
     knowing.remove(Path("guards/trial_run/ranks.py"))  # `isobit preflight --ranks`
     knowing.remove(Path("comparing/runs/observed_run.py"))  # `isobit compare runs --device`
-    assert {path.parts[0] for path in knowing} <= {"simulator", "gates", "auditing", "diagnosing", "cli"}
+    assert {path.parts[0] for path in knowing} <= {
+        "simulator",
+        "gates",
+        "auditing",
+        "diagnosing",
+        "cli",
+    }
 
 
 @pytest.mark.parametrize(

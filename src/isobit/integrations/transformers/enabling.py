@@ -120,9 +120,7 @@ def disable(model: Model) -> Model:
 
 
 @contextmanager
-def enabled(
-    model: Model, *, strict: bool = True, adapters: str | None = None
-) -> Iterator[Model]:
+def enabled(model: Model, *, strict: bool = True, adapters: str | None = None) -> Iterator[Model]:
     """Enable a model for the length of a `with` block; nested blocks and an enabled model are fine.
 
     Args:

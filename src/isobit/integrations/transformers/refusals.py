@@ -20,7 +20,9 @@ ELSEWHERE = (
     "isobit.audit(model, inputs), or `isobit audit`, shows for any model what depends on the batch; "
     "docs/how-to/own-model.md builds other architectures from isobit's operators"
 )
-MERGE = "use LoRA over linear layers, or merge it first: isobit.enable(peft_model.merge_and_unload())"
+MERGE = (
+    "use LoRA over linear layers, or merge it first: isobit.enable(peft_model.merge_and_unload())"
+)
 
 
 def refuse(expected: str, received: str, remedy: str) -> NoReturn:

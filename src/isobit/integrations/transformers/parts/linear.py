@@ -36,7 +36,9 @@ class Siblings:
         if held is None or layer not in held.left:
             held = pending[self] = Round([], list(self.layers))
         outputs = next((made for of, made in held.made if of is x), None)
-        if outputs is None:  # also where a hook changed the input of this layer, or of an earlier one
+        if (
+            outputs is None
+        ):  # also where a hook changed the input of this layer, or of an earlier one
             made = self.compute(x, tuple(held.left))
             outputs = dict(zip(held.left, made, strict=True))
             held.made.append((x, outputs))

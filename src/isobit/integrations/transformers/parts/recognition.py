@@ -72,7 +72,9 @@ class Plan:
     )  # computed by another part, and never called
     dropouts: list[tuple[nn.Module, str]] = field(default_factory=list)
     adapters: str = lora.MODES[0]  # how LoRA is computed: next to the weights, or merged into them
-    wrappers: list[Any] = field(default_factory=list)  # modules of PEFT, whose state each call reads
+    wrappers: list[Any] = field(
+        default_factory=list
+    )  # modules of PEFT, whose state each call reads
 
     @property
     def unshipped(self) -> list[str]:
