@@ -43,25 +43,20 @@ AXES: dict[str, dict[str, int]] = {
 def shard(model: nn.Module, mesh: DeviceMesh | TensorParallelGroup) -> TensorParallelGroup:
     """Keep this rank's part of each parameter, in place; outputs and gradients have the unsplit bits.
 
-        Queries, keys and values are cut by KV-head groups, gate and up by outputs, o_proj and down_proj by inputs,
-        embedding and head by the vocabulary. All cuts are checked before the first is made.
+    Queries, keys and values are cut by KV-head groups, gate and up by outputs, o_proj and down_proj by inputs,
+    embedding and head by the vocabulary. All cuts are checked before the first is made.
 
-        Args:
-            model: An enabled model; every rank calls this with the same weights.
-            mesh: The mesh axis to split over, such as `mesh["tp"]`.
+    Args:
+        model: An enabled model; every rank calls this with the same weights.
+        mesh: The mesh axis to split over, such as `mesh["tp"]`.
 
-        Returns:
-            The ranks that share the model.
+    Returns:
+        The ranks that share the model.
 
-        Raises:
-            CutError: If a dimension cannot be cut into this number of ranks along the plan.
-    <<<<<<< HEAD
+    Raises:
+        CutError: If a dimension cannot be cut into this number of ranks along the plan.
             UnsupportedError: If a linear layer or a norm of queries or keys is not one whose cut is known, or the model
-                has PEFT adapters.
-    =======
-            UnsupportedError: If the model has PEFT adapters, or a linear layer or a norm of queries or keys is not one
-                whose cut is known.
-    >>>>>>> lora
+            has PEFT adapters.
     """
     plan = require_state(model).plan
     if plan.wrappers:
