@@ -241,7 +241,7 @@ def in_micro_batches(model, samples, count):
     """Gradients of the four samples in this number of micro-batches."""
     model = copy.deepcopy(model)
     model.zero_grad(set_to_none=True)
-    batch = GlobalBatch(of=len(samples), micro_batches=count)
+    batch = GlobalBatch(total=len(samples), micro_batches=count)
     gradients, total = Gradients(model, batch), sum(LENGTHS) - len(LENGTHS)
     ids, mask = padded(samples, "left")
     for micro in range(count):

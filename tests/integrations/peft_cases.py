@@ -135,7 +135,7 @@ def in_micro_batches(model, count, step=0):
     """Return digests of the gradients of all samples in a number of micro-batches, each padded to its own width."""
     model.train()
     model.zero_grad(set_to_none=True)
-    batch = GlobalBatch(of=len(LENGTHS), micro_batches=count)
+    batch = GlobalBatch(total=len(LENGTHS), micro_batches=count)
     collector = Gradients(model, batch)
     try:
         for at in range(count):

@@ -176,7 +176,7 @@ def test_micro_batches_have_the_gradients_of_the_whole_batch(what):
     found = []
     for count in (1, 2, 4):
         trained = copy.deepcopy(model)
-        gradients = Gradients(trained, GlobalBatch(of=4, ranks=1, micro_batches=count))
+        gradients = Gradients(trained, GlobalBatch(total=4, ranks=1, micro_batches=count))
         for at in range(count):
             chosen = slice(at * 4 // count, (at + 1) * 4 // count)
             side = "left" if at % 2 else "right"
@@ -197,7 +197,7 @@ def test_micro_batches_have_the_gradients_of_the_whole_batch(what):
 def test_a_share_without_the_number_of_items_is_an_error():
     model = isobit.enable(build("SequenceClassification", num_labels=1))
     given = batch_of(texts()[:2], "right") | {"labels": torch.zeros(2)}
-    gradients = Gradients(model, GlobalBatch(of=4, ranks=1, micro_batches=2))
+    gradients = Gradients(model, GlobalBatch(total=4, ranks=1, micro_batches=2))
     with pytest.raises(UnsupportedError, match="number of targets"), gradients.micro_batch(0):
         model(**given)
     gradients.close()

@@ -116,13 +116,13 @@ GIVEN = [
 
 def gradients(dtype, form, micro_batches=1, planted=False):
     net = Net(dtype)
-    batch = GlobalBatch(of=4, micro_batches=micro_batches)
+    batch = GlobalBatch(total=4, micro_batches=micro_batches)
     collector = Gradients(net, batch)
     for at in range(micro_batches):
         which = list(range(4))[at * batch.size : (at + 1) * batch.size]
         lengths = [LENGTHS[i] for i in which]
         with collector.micro_batch(at) as share:
-            place = {"first": share.first, "of": share.of}
+            place = {"first": share.first, "total": share.total}
             if form == "packed":
                 samples = isobit.Samples.packed(lengths, **place)
                 x, g = torch.cat([SAMPLES[i] for i in which]), torch.cat([GIVEN[i] for i in which])

@@ -277,7 +277,7 @@ def test_a_gradient_of_a_share_is_not_rounded_with_an_offset():
     for first in (0, 2):
         rows = slice(2 * first, 2 * first + 4)
         with collecting(Share(first, 4, 2)):
-            samples = Samples.packed([2, 2], first=first, of=4)
+            samples = Samples.packed([2, 2], first=first, total=4)
             y = rms_norm(x[rows], weight, 1e-5, samples=samples, offset=1.0)
             (part,) = torch.autograd.grad(y, [weight], grad[rows])
         assert part.dtype == torch.float32

@@ -81,14 +81,14 @@ def make_trainer() -> type:
             """How the texts of a step are divided: two for each pair."""
             pairs = self.global_batch
             return GlobalBatch(
-                of=2 * pairs.of, ranks=pairs.ranks, micro_batches=pairs.micro_batches
+                total=2 * pairs.total, ranks=pairs.ranks, micro_batches=pairs.micro_batches
             )
 
         def training_step(
             self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None
         ) -> Tensor:
             """Run forward and backward of one micro-batch."""
-            return super().training_step(model, as_pairs(inputs), self.global_batch.of)
+            return super().training_step(model, as_pairs(inputs), self.global_batch.total)
 
         def compute_loss(
             self,
