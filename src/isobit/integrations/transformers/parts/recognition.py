@@ -240,8 +240,8 @@ def find_by_digest(name: str, module: Any, digest: str) -> Part | None:
         act = "act_fn" if form == "separate" else "activation_fn"
         if activations.kind_of_activation(getattr(module, act)) == "silu":
             packed, separate = gated_mlp.forward_packed_swiglu, gated_mlp.forward_swiglu
-            forward = separate if form == "separate" else packed
-            return Part("gated MLP", forward, (), f"source of {path}", inside=(act,))
+            chosen = separate if form == "separate" else packed
+            return Part("gated MLP", chosen, (), f"source of {path}", inside=(act,))
     return None
 
 
