@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import inspect
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -16,6 +17,7 @@ from isobit.errors import UnsupportedError
 from isobit.integrations.transformers.package import library
 from isobit.integrations.transformers.parts import (
     activations,
+    attention,
     composites,
     embedding,
     gated_mlp,
@@ -83,7 +85,7 @@ class Plan:
         """The classes whose forwards decide what was recognised."""
         return list(dict.fromkeys(plain_type(module) for module in self.parts))
 
-    @property
+    @cached_property
     def configs(self) -> list[Any]:
         """The configs by which composites choose their attention function, each once."""
         found = {id(m.config): m.config for m in self.parts if hasattr(m, "config")}
@@ -240,8 +242,8 @@ def find_by_digest(name: str, module: Any, digest: str) -> Part | None:
         act = "act_fn" if form == "separate" else "activation_fn"
         if activations.kind_of_activation(getattr(module, act)) == "silu":
             packed, separate = gated_mlp.forward_packed_swiglu, gated_mlp.forward_swiglu
-            forward = separate if form == "separate" else packed
-            return Part("gated MLP", forward, (), f"source of {path}", inside=(act,))
+            chosen = separate if form == "separate" else packed
+            return Part("gated MLP", chosen, (), f"source of {path}", inside=(act,))
     return None
 
 
@@ -264,10 +266,33 @@ def find_composite(name: str, module: nn.Module, digest: str) -> Part:
         where += f"; {call} by {found.style}, {found.found}"
         shipped = shipped and found.shipped
     if "ALL_ATTENTION_FUNCTIONS" in function.__code__.co_names:
+        check_keywords(name, module, function)
+        check_head_norms(name, module)
         return Part("attention", composites.forward_composite, (), where, shipped)
     if function.__code__.co_flags & inspect.CO_VARKEYWORDS:  # its keywords take the layout through
         return Part("layer", composites.forward_layer, (), where, shipped)
     return Part("composite", composites.forward_composite, (), where, shipped)
+
+
+def check_keywords(name: str, module: nn.Module, function: Any) -> None:
+    """Raise if a composite passes its attention function something that changes attention and is not computed."""
+    for node in ast.walk(tree_of(function)):
+        for word in node.keywords if isinstance(node, ast.Call) else ():
+            if word.arg in attention.OTHERS and isinstance(word.value, ast.Attribute):
+                value: Any = module
+                for key in ast.unparse(word.value).split(".")[1:]:
+                    value = getattr(value, key, None)
+                if value is not None:
+                    attention.refuse_keyword(word.arg, f"{name} of type {type(module).__name__}")
+
+
+def check_head_norms(name: str, module: Any) -> None:
+    """Raise for LayerNorm of heads, whose weight's gradient would be a sum over heads too."""
+    for child, inner in module.named_children():
+        if plain_type(inner) is nn.LayerNorm and inner.normalized_shape[-1] == getattr(
+            module, "head_dim", None
+        ):
+            norms.refuse_layer_norm_of_heads(f"{name}.{child}, with a weight of {module.head_dim}")
 
 
 def find_backbone(module: nn.Module, forward: Forward) -> Part:
