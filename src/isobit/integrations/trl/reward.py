@@ -118,9 +118,9 @@ def make_trainer() -> type:
                 mean = exact_sum(squares) / divisor(pairs, squares)
                 loss = loss + self.args.center_rewards_coefficient * mean
             outputs.logits = torch.cat((chosen, rejected)).unsqueeze(-1)
-            with (
-                torch.no_grad()
-            ):  # TRL's metrics, of the rewards in its order; its loss is not used
+            # TRL's metrics, of the rewards in its order; its loss is not used.
+            known: Any = partial(known_outputs, outputs)
+            with torch.no_grad():
                 super(OrderedTrainer, self).compute_loss(known, inputs)
             return (loss, outputs) if return_outputs else loss
 
