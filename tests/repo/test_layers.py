@@ -50,6 +50,7 @@ BUILT_ON = {
     ("logprob", "exact_sum"),
     ("logprob", "log_softmax"),
     ("log_softmax", "softmax"),
+    ("select_rows", "embedding"),
 }
 FILES = sorted(SOURCE.rglob("*.py"))
 

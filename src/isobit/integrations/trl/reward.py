@@ -8,6 +8,7 @@ terms −log σ(z) are −log_softmax of (z, 0), and their sum is exact, divided
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,11 @@ def as_pairs(inputs: dict[str, Any]) -> dict[str, Any]:
         else value
         for name, value in inputs.items()
     }
+
+
+def known_outputs(outputs: Any, **_: Any) -> Any:
+    """Return outputs that a model has computed already, whatever it is called with."""
+    return outputs
 
 
 def make_trainer() -> type:
@@ -112,10 +118,10 @@ def make_trainer() -> type:
                 mean = exact_sum(squares) / divisor(pairs, squares)
                 loss = loss + self.args.center_rewards_coefficient * mean
             outputs.logits = torch.cat((chosen, rejected)).unsqueeze(-1)
-            with (
-                torch.no_grad()
-            ):  # TRL's metrics, of the rewards in its order; its loss is not used
-                super(OrderedTrainer, self).compute_loss(lambda **_: outputs, inputs)
+            # TRL's metrics, of the rewards in its order; its loss is not used.
+            known: Any = partial(known_outputs, outputs)
+            with torch.no_grad():
+                super(OrderedTrainer, self).compute_loss(known, inputs)
             return (loss, outputs) if return_outputs else loss
 
     RewardTrainer.__module__, RewardTrainer.__qualname__ = __name__, "RewardTrainer"

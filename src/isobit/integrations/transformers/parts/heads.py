@@ -16,7 +16,8 @@ from isobit.integrations.transformers.refusals import ELSEWHERE, refuse
 
 BACKBONE, HEAD, SCORE = "model", "lm_head", "score"
 # Kinds of heads that score, of reward models and of critics.
-SAMPLES, TOKENS = "a score of each sample", "a score of each token"
+SAMPLES: str = "a score of each sample"
+TOKENS: str = "a score of each token"
 
 
 @dataclass(frozen=True)
