@@ -219,3 +219,26 @@ def warps_above(threshold):
         return out
 
     return function
+
+
+@triton.jit
+def sum_by_count(x, out, n, count, THRESHOLD: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    total = 0.0
+    if count > THRESHOLD:
+        for at in range(0, n, BLOCK):
+            total += tl.sum(tl.load(x + row * n + at + tl.arange(0, BLOCK)), axis=0)
+    else:
+        total = tl.sum(tl.load(x + row * n + tl.arange(0, 2 * BLOCK)), axis=0)
+    tl.store(out + row, total)
+
+
+def branch_above(threshold):
+    """Return a function whose kernel branches on the number of rows."""
+
+    def function(rows):
+        x, out = torch.randn(rows, N), torch.empty(rows)
+        sum_by_count[(rows,)](x, out, N, rows, threshold, N // 2, num_warps=1)
+        return out
+
+    return function

@@ -21,7 +21,7 @@ from tests.certifying import (
 )
 
 NOT_WRONG = {
-    *("mats", "make", "kernel_factory", "blocks", "warps_above"),  # parts of others
+    *("mats", "make", "kernel_factory", "blocks", "warps_above", "branch_above"),  # parts of others
     *(
         "loop_on_data",
         "heads_before_rows",
@@ -189,6 +189,24 @@ def test_row_counts_that_were_chosen_are_what_a_certificate_is_about():
     assert found.exit_code == 0
     assert "Row counts tried: 1 and 3." in str(found)
     assert "Not judged: at 8,191 rows" in " ".join(str(found).split())
+
+
+@pytest.mark.parametrize(
+    "threshold",
+    [
+        pytest.param(number, marks=[pytest.mark.full] * (number != 5000))
+        for number in (131, 150, 255, 400, 1000, 2048, 5000, 16_384, 32_767, 59_000)
+    ],
+)
+def test_thresholds_inside_a_kernel_are_named(threshold):
+    found = certify(more_wrong_kernels.branch_above(threshold), (3, 5))
+    text = " ".join(str(found).split())
+    # Compilers write count > 5000 as count >= 5001.
+    passed = {f"a number of the launch passes {number:,} " for number in (threshold, threshold + 1)}
+    assert any(each in text for each in passed)
+    assert "more_wrong_kernels.py" in text
+    whole = certify(more_wrong_kernels.branch_above(4), (3, 5))
+    assert whole.exit_code == 1
 
 
 def test_a_backward_pass_that_is_not_called_is_named():

@@ -149,7 +149,7 @@ def certify(
         steps.expect(len(surveyed.expanded), len(targets) - at - 1)
         compiler = Compiler(target, progress=steps.tell)
         tensors = tensors or surveyed.tensors()
-        found.append(judge_target(surveyed, compiler, steps, notes))
+        found.append(judge_target(surveyed, compiler, steps, notes, unjudged))
         if ptx is not None:
             write_ptx(Path(ptx), compiler)
     reports = tuple(found)

@@ -25,9 +25,9 @@ LOOKED_AT = 4
 
 
 def judge_target(
-    surveyed: Surveyed, compiler: Compiler, steps: Steps, notes: list[str]
+    surveyed: Surveyed, compiler: Compiler, steps: Steps, notes: list[str], unjudged: list[str]
 ) -> TargetReport:
-    """Execute all configurations on one target and compare them."""
+    """Execute all configurations on one target and compare them; add to what a reader should know."""
     judge, tell = Judge(surveyed, compiler), steps.tell
     for one in surveyed.expanded:
         tell(str(judge.configuration(one)))
@@ -40,6 +40,7 @@ def judge_target(
             f"on {compiler.target}, {', '.join(sorted(judge.approximate))} gives the GPU's own approximation: "
             "expressions are compared as ever, but bits printed here are not the GPU's"
         )
+    unjudged += [text for text in judge.thresholds() if text not in unjudged]
     digests = class_digests(judge)
     outcomes = tuple(
         replace(

@@ -23,6 +23,7 @@ import numpy as np
 
 from isobit.certifying.judging.configurations import Planned, PlannedInputs, Surveyed
 from isobit.certifying.judging.paths import short_path
+from isobit.certifying.machine.launch_numbers import Compared, threshold_above
 from isobit.certifying.names.row_names import Rows, rows_of
 from isobit.certifying.records import (
     BROKEN,
@@ -92,6 +93,8 @@ class Judge:
     remarks: dict[str, None] = field(default_factory=dict)
     approximate: set[str] = field(default_factory=set)
     runs: int = 0
+    comparisons: dict[tuple[str, int], set[Compared]] = field(default_factory=dict)
+    places: dict[tuple[str, int], str] = field(default_factory=dict)
     base: int = 0  # of labels; chosen with the reference
     again: dict[str, int] = field(
         default_factory=dict
@@ -122,6 +125,9 @@ class Judge:
         finally:  # also what was compiled before something went wrong
             for facts in run.facts:
                 self.kernel_number(facts)
+        self.places |= run.places
+        for key, values in run.compared.items():
+            self.comparisons.setdefault(key, set()).update(values)
         self.remarks.update(dict.fromkeys(run.remarks))
         self.approximate |= run.approximate
         shapes = [shape for shape, _ in surveyed.pilots[one.plain].outputs]
@@ -271,7 +277,8 @@ class Judge:
 
     def expected(self, rows: Rows, labels: list[int], row: int) -> Names:
         """Return the names that a row must have; those that it had, if there is no reference."""
-        return self.references.get((rows.integers[row], labels[row]), rows.names[row])
+        found: Names = self.references.get((rows.integers[row], labels[row]), rows.names[row])
+        return found
 
     def is_reference(self, integers: str, label: int, moved: Rows, at: int) -> bool:
         """Tell whether the row at a position has the names of the reference."""
@@ -344,7 +351,7 @@ class Judge:
         self.base = self.cheapest_base(count, counts)
         plain = self.execute(one, [0] * count)[1]
         self.classify(one, plain)
-        names = {}
+        names: dict[tuple[str, int], Names] = {}
         for label in range(self.base if max(counts) > 1 else 1):
             rows = self.execute(one, [label] * count)[1] if label else plain
             for row, integers in enumerate(rows.integers):
@@ -360,6 +367,16 @@ class Judge:
             return base * self.surveyed.programs.get(reference, reference) + runs
 
         return min(range(2, max(*counts, 2) + 1), key=cost)
+
+    def thresholds(self) -> list[str]:
+        """Return comparisons inside kernels that have another outcome with more rows than were tried."""
+        found = [(key, threshold_above(values)) for key, values in self.comparisons.items()]
+        texts = [
+            f"with more rows than were tried, a number of the launch passes {number:,} in {self.places[key]}"
+            for key, number in found
+            if number is not None
+        ]
+        return list(dict.fromkeys(texts))
 
     def kernel_number(self, facts: KernelFacts) -> int:
         """Return the number of a compiled kernel in the list, adding it if it is new."""

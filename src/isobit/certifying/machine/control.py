@@ -128,7 +128,7 @@ def run_threads(machine: State) -> None:
             if before is not None:
                 before(instruction)
             if integers is not None:
-                integers.before(machine, at)
+                integers.before(machine.values, machine.named, at)
                 steps[at](machine, mask)
                 integers.after(at, mask)
             else:

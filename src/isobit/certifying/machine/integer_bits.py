@@ -10,7 +10,7 @@ symbols, one for each value, and nothing of them is folded. A conversion (cvt.rn
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -19,9 +19,6 @@ from isobit.certifying.machine.registers import Word
 from isobit.certifying.names import names as nm
 from isobit.certifying.names.names import Array, Names
 from isobit.certifying.ptx.program import Instruction, Program
-
-if TYPE_CHECKING:
-    from isobit.certifying.machine.state import State
 
 FLOATS = {"f16", "bf16", "f32", "f64", "f16x2", "bf16x2", "f32x2"}
 CARRIED = {"mov", "selp", "shfl", "prmt", "ld", "st", "ldmatrix", "stmatrix"}
@@ -57,14 +54,14 @@ class IntegerBits:
         self.touched = False  # whether the current instruction has loaded an integer
         self.storing = False  # whether it stores one
 
-    def before(self, machine: State, at: int) -> None:
-        """Make symbols of the integer bits that a float instruction takes."""
+    def before(self, values: list[Array | None], named: list[Any], at: int) -> None:
+        """Make symbols of the integer bits that a float instruction takes: names for the bits of registers."""
         self.touched = False
         self.storing = bool(self.registers & self.sources[at])
         if self.storing and self.floats[at]:
             for index in self.registers & self.sources[at]:
-                if machine.named[index] is None and machine.values[index] is not None:
-                    machine.named[index] = symbols(machine.values[index], self.kinds[at])
+                if named[index] is None and values[index] is not None:
+                    named[index] = symbols(values[index], self.kinds[at])
 
     def after(self, at: int, mask: Array | None) -> None:
         """Follow the bits into the registers that the instruction wrote."""

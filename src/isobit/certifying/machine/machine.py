@@ -95,6 +95,7 @@ class Machine(State):
         self.integer_bits: IntegerBits | None = None
         self.written_before: set[int] = set()
         self.read_before: set[int] = set()
+        self.never_waited: tuple[set[int], set[int]] = (set(), set())
         self.waited, self.always_waited = False, True
         self.active: Array | None = None  # the threads that run, while warps run apart
         self.meeting_points = meeting_points(program)

@@ -33,6 +33,7 @@ class MemoryAccess(RegisterAccess):
     # With programmatic dependent launch: buffers that an earlier launch may still write, or read
     written_before: set[int]
     read_before: set[int]
+    never_waited: tuple[set[int], set[int]]  # of them, those of launches that nobody has waited for
     poison: dict[int, dict[int, int]]  # buffer -> byte -> the only thread that reads it in time
     integer_bits: IntegerBits | None  # followed if a buffer has integers
     waited: bool  # whether this CTA has waited for the launches before
@@ -86,15 +87,18 @@ class MemoryAccess(RegisterAccess):
                 received=f"{int(addresses[(addresses % size) != 0][0]):#x}",
                 remedy="check the alignment of buffers and tt.divisibility",
             )
-        if space != "shared" and (self.written_before or self.read_before) and not self.waited:
+        if space != "shared" and (self.written_before or self.read_before):
             self.check_dependence(found)
         return found
 
     def check_dependence(self, buffer: Buffer) -> None:
         """Refuse an access that races with a launch before, which may still be running."""
         writes = self.access() == "a write"
-        if id(buffer) in self.written_before or (writes and id(buffer) in self.read_before):
-            did = "write" if id(buffer) in self.written_before else "read"
+        written, read = self.written_before, self.read_before
+        if self.waited:  # for the launch before, and so for those that it had waited for
+            written, read = self.never_waited
+        if id(buffer) in written or (writes and id(buffer) in read):
+            did = "write" if id(buffer) in written else "read"
             raise refuse(
                 RaceError,
                 self.current,

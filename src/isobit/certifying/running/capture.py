@@ -8,6 +8,7 @@ judged, and here one is chosen by number. A dispatch mode of torch (watch.py) se
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -44,15 +45,12 @@ class Choices:
             texts = tuple(describe(each) for each in kernel.configs)
             place = (code.co_filename, code.co_firstlineno, name, texts)
             taken = set(self.objects.values())
-            number = 0
-            while (
-                self.labels.get((*place, number), "") in taken and (*place, number) in self.labels
-            ):
-                number += 1
-            if (*place, number) not in self.labels:
-                others = sum(key[2] == name for key in self.labels)
-                self.labels[(*place, number)] = f"{name} ({others + 1})" if others else name
-            self.objects[id(kernel)] = self.labels[(*place, number)]
+            keys = ((*place, number) for number in itertools.count())
+            key = next(k for k in keys if self.labels.get(k) not in taken)
+            if key not in self.labels:
+                others = sum(each[2] == name for each in self.labels)
+                self.labels[key] = f"{name} ({others + 1})" if others else name
+            self.objects[id(kernel)] = self.labels[key]
             self.alive.append(kernel)
         return self.objects[id(kernel)]
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from isobit.certifying.judging.static_facts import facts_of
+from isobit.certifying.machine.launch_numbers import launch_comparisons
 from isobit.certifying.ptx.parser import parse
 from isobit.certifying.ptx.program import Program
 from isobit.certifying.records import KernelFacts
@@ -89,6 +90,7 @@ class Compiled:
     program: Program
     shared_bytes: int
     facts: KernelFacts
+    comparisons: tuple[int, ...] = ()  # instructions; see [Note: thresholds inside kernels]
 
 
 def triton_package() -> Any:
@@ -267,7 +269,9 @@ class Compiler:
             fusion_allowed=bool(call.options.enable_fp_fusion),
             cubin=made.asm.get("cubin") if self.resources else None,
         )
-        return Compiled(kernel.__name__, ptx, parse(ptx), shared, facts)
+        program = parse(ptx)
+        found = tuple(launch_comparisons(program))
+        return Compiled(kernel.__name__, ptx, program, shared, facts, found)
 
 
 def source_of(kernel: Any, call: Specialised) -> Any:

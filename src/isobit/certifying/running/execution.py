@@ -14,10 +14,11 @@ import numpy as np
 import torch
 
 from isobit.certifying.machine import Buffer, Machine, Pointer
+from isobit.certifying.machine.launch_numbers import Compared, noting
 from isobit.certifying.records import KernelFacts
 from isobit.certifying.running.capture import Choices, captured
 from isobit.certifying.running.compile import Compiled, Compiler, absent_driver, specialise
-from isobit.certifying.running.refusals import RaceError
+from isobit.certifying.running.refusals import RaceError, place
 from isobit.certifying.running.stand_in import standing_in
 from isobit.certifying.running.storages import (
     Arrangement,
@@ -130,6 +131,9 @@ class Dependence:
                 machine.written_before.add(id(held.buffer))
             if storage in self.earlier[1] | self.read:
                 machine.read_before.add(id(held.buffer))
+            for stored, found in zip(self.earlier, machine.never_waited, strict=True):
+                if storage in stored:
+                    found.add(id(held.buffer))
 
     def after(self, machine: Machine, storages: Storages, overlaps: bool) -> None:
         """Note what a launch used."""
@@ -172,6 +176,9 @@ class Execution:
     bits: list[np.ndarray[Any, Any]] = field(default_factory=list)
     unwritten: int = 0
     choices: Choices = field(default_factory=Choices)
+    # (digest of a kernel, instruction) -> values of a comparison that a launch shares, and where it is
+    compared: dict[tuple[str, int], set[Compared]] = field(default_factory=dict)
+    places: dict[tuple[str, int], str] = field(default_factory=dict)
 
     @property
     def facts(self) -> list[KernelFacts]:
@@ -208,6 +215,11 @@ class Execution:
                 machine = Machine(made.program, engine=engine, names=True, record=self.record)
                 assert self.storages is not None
                 self.dependence.before(machine, self.storages, overlaps)
+                for at in made.comparisons:
+                    instruction = made.program.instructions[at]
+                    values = self.compared.setdefault((made.facts.digest, at), set())
+                    machine.steps[at] = noting(instruction, machine.steps[at], values)
+                    self.places[made.facts.digest, at] = f"{made.name}, at {place(instruction)}"
                 return machine
 
             machine = self.run_machine(prepared, (*size, 1, 1)[:3], given, made)

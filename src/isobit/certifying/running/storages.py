@@ -64,7 +64,7 @@ class Arrangement:
 
     def apply(self, tensor: torch.Tensor, axis: RowAxis, rows: int) -> None:
         """Arrange the integers of a tensor in place."""
-        each = tensor.movedim(axis.axis, 0).unflatten(0, (rows, axis.per_row))
+        each: torch.Tensor = torch.unflatten(tensor.movedim(axis.axis, 0), 0, (rows, axis.per_row))
         if self.order:
             each.copy_(each[list(self.order)].clone())
         if self.changed:
