@@ -47,20 +47,20 @@ def test_no_environment_variable_is_read():
     # sources.py notes, in one place, those that choose an engine behind the code's back (Triton's interpreter, oneDNN's
     # and torch's instruction sets): evidence of one engine says nothing of another. Nothing is configured by them.
     readers = {p.name for p in source if re.search(r"\benviron\b|getenv", p.read_text())}
-    # variables.py gives each simulated rank its own, for the programs that it runs, and reads none.
+    # environment.py gives each simulated rank its own, for the programs that it runs, and reads none.
     # trusted_folder.py sets one for processes that commands start, and puts it back.
-    # evidence.py of `isobit compare runs` notes them, to say in which of them two runs of a script differ.
-    # audit_server.py reads the key of the server that it asks, as OpenAI's clients do.
+    # observer.py of `isobit compare runs` notes them, to say in which of them two runs of a script differ.
+    # server.py of `isobit compare server` reads the key of the server that it asks, as OpenAI's clients do.
     # serving.py of vLLM's process sets those that say how its engine runs, and reads none.
     # kernel_run.py of `isobit check` sets Triton's interpreter aside, says so, and puts the variable back.
     assert readers == {
-        "audit_server.py",
-        "evidence.py",
+        "environment.py",
         "kernel_run.py",
+        "observer.py",
+        "server.py",
         "serving.py",
         "sources.py",
         "trusted_folder.py",
-        "variables.py",
     }
     assert (
         len(
