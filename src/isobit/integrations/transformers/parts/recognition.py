@@ -231,7 +231,7 @@ def find_by_digest(name: str, module: Any, digest: str) -> Part | None:
         rotary.check_kind(name, module)
         path = ROTARY_EMBEDDINGS[digest]
         return Part("rotary embedding", rotary.forward_rotary, (), f"source of {path}")
-    if digest in EMBEDDINGS and isinstance(module, nn.Embedding):
+    if digest in EMBEDDINGS and plain_type(module).__bases__ == (nn.Embedding,):
         path, scale = EMBEDDINGS[digest]
         forward = embedding.forward_scaled_embedding
         return Part("embedding", forward, (scale,), f"source of {path}")
@@ -249,7 +249,7 @@ def find_by_digest(name: str, module: Any, digest: str) -> Part | None:
 
 def find_composite(name: str, module: nn.Module, digest: str) -> Part:
     """Return how a module that has children runs: by its own code, if that adds nothing."""
-    kind = plain_type(module)
+    kind: Any = plain_type(module)
     function = function_of(kind)
     shipped = digest in COMPOSITES or digest in GATED_MLPS
     where = f"source of {COMPOSITES.get(digest) or (GATED_MLPS[digest][0] if shipped else '')}"
@@ -297,7 +297,7 @@ def check_head_norms(name: str, module: Any) -> None:
 
 def find_backbone(module: nn.Module, forward: Forward) -> Part:
     """Return how the backbone runs: by its own code, with the positions of the layout."""
-    kind = plain_type(module)
+    kind: Any = plain_type(module)
     registered = find_registered(kind)
     if registered is not None and registered.name == "composite":
         return Part("backbone", forward, (), "registered", shipped=False)
@@ -318,11 +318,20 @@ def join_siblings(plan: Plan) -> None:
     for module, part in list(plan.parts.items()):
         if part.name not in ("attention", "composite", "layer", "gated MLP"):
             continue
-        for children in siblings_in(module, lambda child: linear.base_linear(child) is not None):
+        for children in sharing(module, part):
             siblings = linear.make_siblings(plan.names[module], module, children)
             for layer in siblings.layers:
                 found = plan.parts[layer]
                 plan.parts[layer] = Part(found.name, found.forward, (siblings,), found.found)
+
+
+def sharing(module: nn.Module, part: Part) -> list[tuple[str, ...]]:
+    """Return the names of children that are linear layers and share an input."""
+    if part.forward is gated_mlp.forward_named_swiglu:
+        children = part.settings[:2]  # gate and up
+        is_linear = all(linear.base_linear(getattr(module, name)) for name in children)
+        return [children] if is_linear else []
+    return siblings_in(module, lambda child: linear.base_linear(child) is not None)
 
 
 def dropouts_of(module: nn.Module, part: Part) -> list[str]:
