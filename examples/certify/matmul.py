@@ -2,11 +2,11 @@
 
 Try, from the root of the repository:
 
-    isobit certify examples/certify/matmul.py:matmul --vary BLOCK_M=16,64,128
-    isobit certify examples/certify/matmul.py:autotuned
-    isobit certify examples/certify/matmul.py:split_k_by_rows
-    isobit certify examples/certify/matmul.py:split_k_by_features --vary BLOCK_M=16,64
-    isobit certify examples/certify/matmul.py:matmul_atomic
+    isobit certify examples/certify/matmul.py:matmul --rows 1,3,70,130 --vary BLOCK_M=16,64,128
+    isobit certify examples/certify/matmul.py:autotuned --rows 1,3,70,130
+    isobit certify examples/certify/matmul.py:split_k_by_rows --rows 1,3,70,130
+    isobit certify examples/certify/matmul.py:split_k_by_features --rows 1,3,70,130 --vary BLOCK_M=16,64
+    isobit certify examples/certify/matmul.py:matmul_atomic --rows 1,3,70,130
 """
 
 import torch

@@ -14,7 +14,7 @@ from isobit.certifying.report.words import count_configurations, find_causes, li
 
 HERE = Path(__file__).parent
 TARGETS = ("sm_80", "sm_90", "sm_100")
-DEFAULT = (1, 3, 70, 130)  # rows, if a command line has none
+EDGES = (1, 3, 70, 130)  # rows around the edges of the tiles of matmul.py
 MARKS = "<!-- verdicts -->", "<!-- /verdicts -->"
 
 
@@ -33,7 +33,7 @@ class Example:
     def command(self):
         """The command line, from the root of the repository."""
         words = ["isobit certify", f"examples/certify/{self.function}"]
-        if self.rows not in (None, DEFAULT):
+        if self.rows is not None:
             words.append(f"--rows {','.join(map(str, self.rows))}")
         words += [f"--vary {name}={','.join(map(str, values))}" for name, values in self.vary]
         return " ".join(words)
@@ -44,30 +44,28 @@ EXAMPLES = (
     Example(
         "matmul.py:matmul",
         0,
-        DEFAULT,
+        EDGES,
         vary=(("BLOCK_M", (16, 64, 128)),),
         why="one accumulator runs through K, whatever the tile",
     ),
     Example(
-        "matmul.py:autotuned", 0, DEFAULT, why="so the autotuner may pick any tile, also by rows"
+        "matmul.py:autotuned", 0, EDGES, why="so the autotuner may pick any tile, also by rows"
     ),
     Example(
         "matmul.py:split_k_by_rows",
         1,
-        DEFAULT,
+        EDGES,
         few_rows=(3, 20),
         why="the number of splits follows the number of rows",
     ),
     Example(
         "matmul.py:split_k_by_features",
         0,
-        DEFAULT,
+        EDGES,
         vary=(("BLOCK_M", (16, 64)),),
         why="it follows K",
     ),
-    Example(
-        "matmul.py:matmul_atomic", 1, DEFAULT, why="the order is whichever program comes first"
-    ),
+    Example("matmul.py:matmul_atomic", 1, EDGES, why="the order is whichever program comes first"),
     Example("softmax.py:softmax", 0, why="warps do not depend on the rows"),
     Example("softmax.py:warps_by_rows", 1, few_rows=(3, 9), why="`tl.sum` follows the warps"),
     Example("softmax.py:softmax_tree", 0, vary=(WARPS,), why="sums by `+` of neighbours"),

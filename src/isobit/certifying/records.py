@@ -2,7 +2,7 @@
 
 An *expression* is what computes one output row: every floating-point operation, its operands, and the inputs at its
 leaves. The inputs of a row are named without the row's number, so row 0 alone and row 69 of 70 have the same
-expression exactly if they are computed alike. Equal expressions give equal bits for all inputs.
+expression exactly if they are computed alike. Equal expressions give equal bits for all float inputs.
 """
 
 from __future__ import annotations

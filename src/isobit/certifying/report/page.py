@@ -154,7 +154,7 @@ def _covers(found: Certified) -> str:
     return (
         '<p class="lead">The PTX that Triton made for these targets and options, run for these sizes on a CPU; '
         "integers have the values that were passed, floats stand for all values. Equal expressions have equal bits "
-        "for all inputs on one target; on two targets, unless an instruction is an approximation of the GPU. "
+        "for all float inputs on one target; on two targets, unless an instruction is an approximation of the GPU. "
         "Trusted: ptxas, and that names of 62 bits do not collide. Nothing was run on a GPU. "
         f"All of it: {COVERS}.</p>"
     )

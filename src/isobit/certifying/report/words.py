@@ -239,19 +239,21 @@ def _kept(found: Certified) -> list[str]:
         same = "; ".join(listed(group) for group in found.groups if len(group) > 1)
         also = f" {same}: the same expression." if same else ""
         each = f"One expression on each target in all {count}:"
-        return [f"{each} a row has the same bits in each of a target's, for all inputs.{also}"]
+        return [
+            f"{each} a row has the same bits in each of a target's, for all float inputs.{also}"
+        ]
     approximate = approximations(found)
     if approximate and len(found.targets) > 1:
         return [
-            f"The same expression in all {count}; the same bits on each target, for all inputs. Between targets bits "
-            f"may differ: each GPU has its own approximation of {listed(approximate)}."
+            f"The same expression in all {count}; the same bits on each target, for all float inputs. Between targets "
+            f"bits may differ: each GPU has its own approximation of {listed(approximate)}."
         ]
     several = [
         listed(sorted(k)) for t in found.targets for c in t.classes if len(k := kinds_of(c, t)) > 1
     ]
     model = f", if {several[0]} round alike, as MMA-Sim's model has it" if several else ""
     return [
-        f"One expression in all {count}: a row has the same bits in each, for all inputs{model}."
+        f"One expression in all {count}: a row has the same bits in each, for all float inputs{model}."
     ]
 
 
