@@ -1,0 +1,266 @@
+"""PEFT's LoRA: a linear layer with adapters next to its weight, or merged into it.
+
+[Note: adapters next to a weight] y = round(base + s₁·B₁(A₁x) + s₂·B₂(A₂x) + …), which is PEFT's formula: base is the
+wrapped linear layer, rounded; the adapters are those that are active, in their order; A x and B(A x) are linears in the
+adapter's dtype, which is fp32 unless PEFT was told otherwise; the sum is in the wider dtype. Layers that share x are
+computed at once: dX is one sum over all base weights, and one over all A. `fork` adds the two.
+
+[Note: live state] Which adapters are active, their scaling, and whether they are merged or disabled are attributes that
+PEFT changes between calls. Nothing of them is kept: every call reads them, and `adapter_state` is part of the kind of
+call that strict mode watches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from isobit.errors import UnsupportedError
+from isobit.integrations.transformers.dropout import drop_by_layout
+from isobit.integrations.transformers.layout import current_layout
+from isobit.integrations.transformers.parts.linear import Siblings, alone, share_input
+from isobit.integrations.transformers.residual import fork
+from isobit.ops.linear.group import linear_group
+from isobit.ops.linear.merged import Adapter, MergedLayer, merged_linear_group
+from isobit.ops.linear.op import linear
+
+MODES = ("beside", "merged")
+
+
+class LiveAdapter(NamedTuple):
+    """An adapter of one layer, as a call reads it; `dropout` is 0 outside of training."""
+
+    weights: Adapter
+    dropout: float
+    name: str  # of the layer and the adapter, in the key of its dropout mask
+
+
+class AdaptedSiblings(Siblings):
+    """Linear layers that share an input, of which some are wrapped by LoRA. `wrappers` has None for the others."""
+
+    def __init__(
+        self,
+        layers: tuple[nn.Linear, ...],
+        groups: int,
+        wrappers: tuple[Any, ...],
+        names: tuple[str, ...],
+        mode: str,
+    ) -> None:
+        super().__init__(layers, groups)
+        self.wrappers, self.names, self.mode = wrappers, names, mode
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, AdaptedSiblings)
+            and super().__eq__(other)
+            and self.mode == other.mode
+            and all(a is b for a, b in zip(self.wrappers, other.wrappers, strict=True))
+        )
+
+    __hash__ = Siblings.__hash__
+
+    def compute(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return the outputs of all layers, with their adapters."""
+        live = [
+            [] if wrapper is None else list(live_adapters(wrapper, name))
+            for wrapper, name in zip(self.wrappers, self.names, strict=True)
+        ]
+        if not any(live):
+            return compute_base(x, self)
+        if self.mode == "merged":
+            return compute_merged(x, self, live)
+        return compute_beside(x, self, live)
+
+
+def forward_lora(
+    siblings: AdaptedSiblings, module: Any, x: Tensor, *given: Any, **named: Any
+) -> Tensor:
+    """Compute a layer with adapters; with siblings, the first that is called with x computes all of them."""
+    check_call(given, named)
+    return siblings.output_of(module.base_layer, x)
+
+
+def compute_base(x: Tensor, siblings: Siblings) -> tuple[Tensor, ...]:
+    """Compute the wrapped layers as a model without adapters does."""
+    if len(siblings.layers) == 1:
+        return (alone(siblings.layers[0], x),)
+    return share_input(x, siblings.layers, siblings.groups)
+
+
+def compute_beside(
+    x: Tensor, siblings: AdaptedSiblings, live: Sequence[Sequence[LiveAdapter]]
+) -> tuple[Tensor, ...]:
+    """Compute base layers and adapters, and add them; see [Note: adapters next to a weight]."""
+    every = [adapter for adapters in live for adapter in adapters]
+    dtypes = list(dict.fromkeys(adapter.weights.a.dtype for adapter in every))
+    x, *inputs = fork(x, 1 + len(dtypes))
+    products: dict[int, Tensor] = {}
+    for dtype, given in zip(dtypes, inputs, strict=True):
+        chosen = [adapter for adapter in every if adapter.weights.a.dtype == dtype]
+        for adapter, low in zip(chosen, low_ranks(given.to(dtype), chosen), strict=True):
+            b, bias = adapter.weights.b, adapter.weights.bias
+            products[id(adapter)] = linear(low, b, bias, samples=current_layout().samples)
+    outputs = []
+    for base, adapters in zip(compute_base(x, siblings), live, strict=True):
+        total = base
+        for adapter in adapters:
+            total = total + products[id(adapter)] * adapter.weights.scale
+        outputs.append(total.to(base.dtype))
+    return tuple(outputs)
+
+
+def low_ranks(x: Tensor, adapters: Sequence[LiveAdapter]) -> list[Tensor]:
+    """Return A x of each adapter. Those without dropout read one x; each mask makes an input of its own."""
+    layout = current_layout()
+    plain = [adapter for adapter in adapters if not adapter.dropout]
+    dropped = [adapter for adapter in adapters if adapter.dropout]
+    uses = iter(fork(x, bool(plain) + len(dropped)))
+    found: dict[int, Tensor] = {}
+    if plain:
+        weights = [adapter.weights.a for adapter in plain]
+        lows = linear_group(next(uses), weights, samples=layout.samples)
+        found.update((id(adapter), low) for adapter, low in zip(plain, lows, strict=True))
+    for adapter in dropped:
+        kept = drop_by_layout(layout, next(uses), adapter.dropout, adapter.name)
+        found[id(adapter)] = linear(kept, adapter.weights.a, samples=layout.samples)
+    return [found[id(adapter)] for adapter in adapters]
+
+
+def compute_merged(
+    x: Tensor, siblings: AdaptedSiblings, live: Sequence[Sequence[LiveAdapter]]
+) -> tuple[Tensor, ...]:
+    """Compute the layers with merged weights; see [Note: merged adapters]."""
+    for adapters in live:
+        for adapter in adapters:
+            if adapter.dropout:
+                raise UnsupportedError(
+                    expected="adapters without dropout where they are merged: a weight has no mask per token",
+                    received=f"lora_dropout={adapter.dropout} in training at {adapter.name}",
+                    remedy="set lora_dropout=0 in LoraConfig, or isobit.enable(model, adapters='beside')",
+                )
+    layers = [
+        MergedLayer(layer.weight, layer.bias, tuple(adapter.weights for adapter in adapters))
+        for layer, adapters in zip(siblings.layers, live, strict=True)
+    ]
+    return merged_linear_group(
+        x, layers, groups=siblings.groups, samples=current_layout().samples
+    )
+
+
+# ---- live state ---------------------------------------------------------------------------------------------
+
+
+def live_adapters(wrapper: Any, name: str) -> Iterator[LiveAdapter]:
+    """Yield the adapters that a call of a layer adds, in their order; none if they are disabled or merged by PEFT."""
+    if wrapper.disable_adapters:
+        if wrapper.merged:
+            raise UnsupportedError(
+                expected="adapters that are not merged by PEFT, where they are disabled",
+                received=f"{name} with {wrapper.merged_adapters} merged into its weight, which PEFT would subtract now",
+                remedy="call model.unmerge_adapter() first; it does not restore the weight's bits: "
+                "isobit.enable(model, adapters='merged') merges without writing the weight",
+            )
+        return
+    if wrapper.merged:
+        return
+    for adapter in wrapper.active_adapters:
+        if adapter not in wrapper.lora_A:
+            continue
+        if wrapper.lora_variant.get(adapter) is not None:
+            refuse_variant(name, wrapper.lora_variant[adapter])
+        down, up = wrapper.lora_A[adapter], wrapper.lora_B[adapter]
+        dropout = wrapper.lora_dropout[adapter]
+        share = getattr(dropout, "p", 0.0) if dropout.training else 0.0
+        weights = Adapter(down.weight, up.weight, wrapper.scaling[adapter], up.bias)
+        yield LiveAdapter(weights, share, f"{name}.{adapter}")
+
+
+def adapter_state(model: nn.Module) -> tuple[Any, ...]:
+    """Return what decides which adapters a call computes, and how: a part of its kind."""
+    return tuple(
+        (
+            tuple(module.active_adapters),
+            module.disable_adapters,
+            tuple(module.merged_adapters),
+            tuple(getattr(module, "scaling", {}).items()),
+        )
+        for module in model.modules()
+        if is_tuner_layer(module)
+    )
+
+
+def is_tuner_layer(module: nn.Module) -> bool:
+    """Return whether this is a layer of PEFT that has adapters, or a module to save."""
+    return "_active_adapter" in vars(module) and "_disable_adapters" in vars(module)
+
+
+def active_module(module: Any) -> Any:
+    """Return the copy that PEFT's wrapper of a module to save calls now; another module is returned as it is."""
+    if "modules_to_save" not in module._modules:
+        return module
+    if module.disable_adapters or not module.active_adapters:
+        return module.original_module
+    return module.modules_to_save[module.active_adapters[0]]
+
+
+# ---- what is not computed -----------------------------------------------------------------------------------
+
+PLAIN = "a plain LoraConfig: LoRA, rsLoRA, several adapters, lora_bias, modules_to_save"
+UNLOAD = "or merge the adapter and enable the result: isobit.enable(peft_model.merge_and_unload())"
+
+
+def is_peft(module: nn.Module) -> bool:
+    """Return whether a module's class, or one that it inherits from, is PEFT's."""
+    return any(kind.__module__.startswith("peft.") for kind in type(module).__mro__)
+
+
+def check_call(given: tuple[Any, ...], named: dict[str, Any]) -> None:
+    """Raise for arguments by which PEFT chooses adapters per row."""
+    asked = [key for key, value in named.items() if value is not None]
+    if given or asked:
+        raise UnsupportedError(
+            expected="the same adapters for all samples of a call",
+            received=f"{', '.join(asked) or 'arguments'} of a PEFT model",
+            remedy="call the model once for each adapter, after peft_model.set_adapter(name)",
+        )
+
+
+def check_wrapper(name: str, module: Any) -> None:
+    """Raise unless a layer of PEFT is plain LoRA over torch.nn.Linear, or a module to save."""
+    kind = type(module)
+    shown = f"{name} of type {kind.__module__}.{kind.__name__}"
+    if kind.__name__ == "ModulesToSaveWrapper":
+        return
+    if kind.__name__ == "ParamWrapper":
+        received = f"target_parameters: {shown}"
+        remedy = f"name the modules instead, target_modules=[…]; {UNLOAD}"
+    elif kind.__module__ != "peft.tuners.lora.layer" or kind.__name__ not in ("Linear", "Embedding"):
+        received, remedy = shown, f"use {PLAIN}; {UNLOAD}"
+    elif kind.__name__ == "Embedding":
+        received = f"LoRA of an embedding: {shown}"
+        remedy = f"leave it out of target_modules, or name it in modules_to_save; {UNLOAD}"
+    elif type(module.base_layer) is not nn.Linear:
+        base = type(module.base_layer)
+        received = f"a base of type {base.__module__}.{base.__name__} (QLoRA or another wrapper): {name}"
+        remedy = "load the model without quantisation, from_pretrained(…, dtype=torch.bfloat16)"
+    elif module.fan_in_fan_out:
+        received, remedy = f"fan_in_fan_out=True: {name}", "set it to False: nn.Linear is [out, in]"
+    else:
+        for variant in module.lora_variant.values():
+            refuse_variant(name, variant)
+        return
+    raise UnsupportedError(
+        expected="LoRA over torch.nn.Linear", received=f"a PEFT adapter that is not computed: {received}", remedy=remedy
+    )
+
+
+def refuse_variant(name: str, variant: Any) -> None:
+    """Raise for DoRA, aLoRA and other variants, which compute another formula."""
+    raise UnsupportedError(
+        expected="LoRA over torch.nn.Linear",
+        received=f"a PEFT adapter that is not computed: the variant {type(variant).__name__} at {name}",
+        remedy=f"use {PLAIN}, without use_dora and the like; {UNLOAD}",
+    )
