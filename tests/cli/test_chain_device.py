@@ -10,7 +10,7 @@ import torch
 
 from isobit.cli import chain, main
 from isobit.cli.devices import Device
-from isobit.integrations.transformers import modules
+from isobit.integrations.transformers.parts import rotary
 
 CHAIN = ["chain", "--device", "sm_90", "-q", "--json"]
 STAND_IN = Path(__file__).parents[1] / "gpu" / "stand_in_card.py"
@@ -51,13 +51,13 @@ def test_a_card_runs_every_layout(monkeypatch, capsys):
 def test_a_model_that_depends_on_its_layout_is_broken_on_a_card_too(monkeypatch, capsys):
     """Positions of padding enter the angles."""
     monkeypatch.setattr(chain, "backend_of", lambda *_: nullcontext())
-    forward = modules.forward_rotary
+    forward = rotary.forward_rotary
 
     def shifted(module, x, position_ids):
         cos, sin = forward(module, x, position_ids)
         return cos * (1 + x.shape[1] * 2.0**-20), sin
 
-    monkeypatch.setattr(modules, "forward_rotary", shifted)
+    monkeypatch.setattr(rotary, "forward_rotary", shifted)
     monkeypatch.setattr(chain, "enabled", enabled_with(shifted))
     assert main.main(CHAIN) == 1
     assert not json.loads(capsys.readouterr().out)["kept"]

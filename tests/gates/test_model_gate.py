@@ -10,7 +10,7 @@ from isobit.gates.model import batches
 from isobit.gates.model.batch_layout_gate import Comparison, compare, count_steps, run_gate
 from isobit.gates.model.models import build_model
 from isobit.gates.model.scorers import IsobitScorer
-from isobit.integrations.transformers import modules
+from isobit.integrations.transformers.parts import linear
 from isobit.library.model_gate import claims
 
 # chain-v1 judges the tiny models in both dtypes; these have wider layers and a larger vocabulary.
@@ -68,7 +68,7 @@ def test_a_planted_operator_turns_the_gate_red(planted):
 
 
 def test_strict_mode_names_a_stock_operator(tiny, monkeypatch):
-    monkeypatch.setattr(modules, "linear_with_packed", stock_linear)
+    monkeypatch.setattr(linear, "linear_with_packed", stock_linear)
     with (
         isobit.enabled(tiny),
         pytest.raises(

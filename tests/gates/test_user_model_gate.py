@@ -17,7 +17,8 @@ from isobit.errors import ArgumentError
 from isobit.gates.model.batches import draw_samples
 from isobit.gates.model.scorers import IsobitScorer, StockScorer
 from isobit.gates.model.sweep import Sweep, run_sweep, windows_of
-from isobit.integrations.transformers import enabling, modules
+from isobit.integrations.transformers import enabling
+from isobit.integrations.transformers.parts import rotary
 from tests.cli.test_chain_device import enabled_with
 
 SIZES = {
@@ -126,13 +127,13 @@ def test_windows_are_full_and_cover_every_sample():
 
 def test_a_planted_model_goes_red_at_one_padding_only(monkeypatch, checkpoint, capsys):
     """Its angles change where a row is 70 tokens or longer, which no fixed layout reaches."""
-    forward = modules.forward_rotary
+    forward = rotary.forward_rotary
 
     def shifted(module, x, position_ids):
         cos, sin = forward(module, x, position_ids)
         return cos * (1 + (x.shape[1] >= 70) * 2.0**-20), sin
 
-    monkeypatch.setattr(modules, "forward_rotary", shifted)
+    monkeypatch.setattr(rotary, "forward_rotary", shifted)
     monkeypatch.setattr(chain, "enabled", enabled_with(shifted))
     words = ["chain", "--model", str(checkpoint), "-q", "--no-stock"]
     assert main(words) == 0

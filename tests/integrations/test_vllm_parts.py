@@ -10,7 +10,7 @@ from transformers import LlamaConfig, Qwen3Config, Qwen3ForCausalLM
 
 import isobit
 from isobit.errors import ArgumentError, UnsupportedError
-from isobit.integrations.transformers.modules import forward_rotary
+from isobit.integrations.transformers.parts.rotary import forward_rotary
 from isobit.integrations.vllm import enabling, modules, package, plugin, refusals, sampler, weights
 from isobit.ops import dispatch
 from isobit.ops.linear.op import linear_fp32

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from sabotage import model_of, other_model, score
 
 import isobit
-from isobit.integrations.transformers import modules
+from isobit.integrations.transformers.parts import composites, gated_mlp, linear, norms
 
 
 def with_trainer(make):
@@ -61,9 +61,9 @@ def logits_rounded():
 
 
 @contextmanager
-def patched(**functions):
-    """Replace operators that an enabled model's modules call."""
-    with mock.patch.multiple(modules, **functions):
+def patched(part, **functions):
+    """Replace operators that an enabled model's parts call."""
+    with mock.patch.multiple(part, **functions):
         yield isobit.enable(isobit.disable(copy.deepcopy(model_of())), strict=False), None
 
 
@@ -76,11 +76,11 @@ def product_in_two_halves():
             x[..., middle:], weight[:, middle:], bias
         )
 
-    return patched(linear_with_packed=halves)
+    return patched(linear, linear_with_packed=halves)
 
 
 def stock_silu_left_in():
-    return patched(swiglu=lambda gate, up: F.silu(gate) * up)
+    return patched(gated_mlp, swiglu=lambda gate, up: F.silu(gate) * up)
 
 
 def stock_norm_left_in():
@@ -92,24 +92,25 @@ def stock_norm_left_in():
         )
         return mine if mine.shape != stock.shape else stock
 
-    return patched(rms_norm=norm)
+    return patched(norms, rms_norm=norm)
 
 
 def residual_not_rounded():
     """The norm takes the sum of the residual stream before it is rounded, as fused kernels do."""
 
-    def add(left, right):
-        total = left + right
-        total.exact = left.float() + right.float()
-        return total
+    def layer(module, hidden_states, **inputs):
+        mixed, _ = module.self_attn(hidden_states=module.input_layernorm(hidden_states), **inputs)
+        total, exact = hidden_states + mixed, hidden_states.float() + mixed.float()
+        norm = module.post_attention_layernorm
+        rows = isobit.rms_norm(exact, norm.weight.float(), norm.variance_epsilon).to(total.dtype)
+        return total + module.mlp(rows)
 
-    def norm(x, weight, *given, **named):
-        exact = getattr(x, "exact", None)
-        if exact is None:
-            return isobit.rms_norm(x, weight, *given, **named)
-        return isobit.rms_norm(exact, weight.float(), *given, **named).to(x.dtype)
+    rebound = composites.rebound
 
-    return patched(add=add, rms_norm=norm)
+    def planted(kind):
+        return layer if kind.__name__.endswith("DecoderLayer") else rebound(kind)
+
+    return patched(composites, rebound=planted)
 
 
 def another_epsilon():

@@ -55,7 +55,7 @@ def watch(
 
     with ExitStack() as hooks:
         for name, module in scorer.model.named_modules():
-            if scorer.name == "stock" or is_called(scorer.model, name, module):
+            if scorer.name == "stock" or is_called(scorer.model, module):
                 hooks.callback(module.register_forward_hook(keep(name)).remove)
         if chunks is None:
             scorer.logprobs(batch, slice(0, batch.ids.shape[1]), None)

@@ -6,6 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
@@ -64,19 +65,56 @@ def walk_gradients(
     """
     outputs = [output] if isinstance(output, Tensor) else list(output)
     found: Counter[tuple[str, Reason]] = Counter()
-    edge_counts: Counter[tuple[Any, int]] = Counter()
+    users: dict[tuple[Any, int], list[Any]] = {}
     for node in nodes_below([t.grad_fn for t in outputs if t.grad_fn is not None]):
         for found_reason in () if recomputed_module(node) in known else reasons_of(node):
             found[name_of(node), found_reason] += 1
-        edge_counts.update((below, at) for below, at in node.next_functions if below is not None)
-    for (node, _), edges in edge_counts.items():
+        for below, at in node.next_functions:
+            if below is not None:
+                users.setdefault((below, at), []).append(node)
+    for (node, _), by in users.items():
         before = held and is_leaf(node) and node.variable.grad is not None  # one more to add
+        edges = len(by)
+        if edges + before > 2:
+            edges = count_edges(by)
         if edges + before > 2:
             found[describe(node, edges + before), SEVERAL_GRADIENTS] += 1
     return [
         Use(name, count, c.reason, c.remedy)
         for (name, c), count in sorted(found.items(), key=lambda f: f[0][0])
     ]
+
+
+def count_edges(nodes: Sequence[Any]) -> int:
+    """Count the gradients of a value; slices of one axis that do not overlap count as one.
+
+    Each element of the value is in one of them, so that all but one of the terms of its sum are zeros.
+    """
+    slices = [cut for cut in map(slice_of, nodes) if cut is not None]
+    others = len(nodes) - len(slices)
+    slices.sort()
+    apart = len({cut[0] for cut in slices}) == 1 and all(
+        first[2] <= second[1] for first, second in pairwise(slices)
+    )
+    return others + (1 if apart else len(slices))
+
+
+def slice_of(node: Any) -> tuple[int, int, int] | None:
+    """Return axis, start and end of a node that takes a contiguous slice; None for other nodes."""
+    if name_of(node) != "Slice" or node._saved_step != 1:
+        return None
+    sizes = node._saved_self_sym_sizes
+    axis = signed(node._saved_dim) % len(sizes)
+    size = int(sizes[axis])
+    saved = (node._saved_start, 0), (node._saved_end, size)
+    places = (signed(default if at is None else int(at)) for at, default in saved)
+    start, end = (min(max(at + size if at < 0 else at, 0), size) for at in places)
+    return axis, start, end
+
+
+def signed(number: int) -> int:
+    """Return an index that autograd saved as an unsigned number of 64 bits."""
+    return number - 2**64 if number >= 2**63 else number
 
 
 def nodes_below(roots: Sequence[Any]) -> Iterator[Any]:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, TypeVar
 
 from torch import nn
 
 from isobit.comparing.checkpoints.rotary_frequencies import warn_of_rounded_frequencies
 from isobit.errors import UnsupportedError
-from isobit.integrations.transformers import modules
-from isobit.integrations.transformers.families import find_family, plan
-from isobit.integrations.transformers.forwards import forward_base, forward_causal
-from isobit.integrations.transformers.package import library
-from isobit.integrations.transformers.refusals import refuse_wrapper
+from isobit.integrations.transformers.forwards import OUTER
+from isobit.integrations.transformers.parts.attention import ATTENTION, register_attention
+from isobit.integrations.transformers.parts.meaning import compare_with_stock, score_tokens
+from isobit.integrations.transformers.parts.part import bind
+from isobit.integrations.transformers.parts.recognition import make_plan
+from isobit.integrations.transformers.parts.rotary import ANGLES
+from isobit.integrations.transformers.refusals import check_tree, refuse_wrapper
 from isobit.integrations.transformers.state import (
     OWNER,
     STATE,
@@ -42,7 +42,8 @@ def enable(model: Model, *, strict: bool = True) -> Model:
     model.to(torch.bfloat16) does, are reported as a RotaryWarning.
 
     Args:
-        model: A Qwen3, Qwen2 or Llama model of transformers, with or without its head.
+        model: A causal language model, with or without its head, whose modules are known parts: of transformers
+            (`isobit families` lists the types), or with classes that `isobit.parts.register` was called for.
         strict: Also watch the operators of each new kind of call, and raise if a stock operator ran whose result
             depends on the order of addition.
 
@@ -50,7 +51,7 @@ def enable(model: Model, *, strict: bool = True) -> Model:
         The same model.
 
     Raises:
-        UnsupportedError: If the model's architecture, attention or configuration is not supported.
+        UnsupportedError: If a module, the head, the mask or the configuration is not known; the message names it.
 
     Example:
         >>> from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -140,8 +141,18 @@ def prepare(model: nn.Module, strict: bool) -> Uses:
     if state is None and (owner := find_owner(model)) is not None:
         return owner.backbone_alone
     if state is None:
-        state = State(model, find_family(model), strict)
+        refuse_wrapper(model)
+        plan = make_plan(model, OUTER)
+        check_tree(plan.parts, plan.names, plan.inside, installed=False)
+        stock = score_tokens(plan) if plan.unshipped else None
+        state = State(plan, OUTER, strict)
         install(model, state)
+        if stock is not None:
+            try:
+                compare_with_stock(plan, stock)
+            except BaseException:
+                restore(model, state)
+                raise
     elif strict:
         state.strictness.wanted = True
     return state.uses
@@ -183,45 +194,38 @@ def refuse_split(model: nn.Module) -> None:
 
 def install(model: Any, state: State) -> None:
     """Replace forward on each module instance, on all of them or on none."""
-    whole = {state.family.model: forward_base, state.family.causal: forward_causal}
-    chosen = plan(model, state.family, whole)
-    library("modeling_utils").AttentionInterface.register(modules.ATTENTION, modules.attend)
-    library("masking_utils").AttentionMaskInterface.register(modules.ATTENTION, modules.no_mask)
-    state.attention = model.config._attn_implementation
-    state.structure.expect(whole)
+    register_attention()
+    plan = state.plan
     model.__dict__[STATE] = state
-    if isinstance(model, state.family.causal):
-        model.model.__dict__[OWNER] = state
+    if plan.head is not None:
+        plan.backbone.__dict__[OWNER] = state
     try:
-        for module, forward in chosen:
+        for module, part in plan.parts.items():
+            if part.forward is None:
+                continue
             before = module.__dict__.get("forward")
             state.replaced.append((module, before))
             if before is None:
-                module.__dict__["forward"] = bind(module, forward)
-        model.config._attn_implementation = modules.ATTENTION
+                module.__dict__["forward"] = part.bind(module)
+        for config in plan.configs:
+            state.attention.append((config, config._attn_implementation))
+            config._attn_implementation = ATTENTION
     except BaseException:
         restore(model, state)
         raise
 
 
-def bind(module: nn.Module, forward: Any) -> Any:
-    """Bind a plain function: a partial is copied and pickled with the model, as a closure would not be."""
-    bound: Any = partial(forward, module)
-    bound.__signature__ = inspect.signature(module.forward)
-    bound.isobit_forward = forward
-    return bound
-
-
 def restore(model: Any, state: State) -> None:
     """Put the stock forwards back."""
     for module, forward in state.replaced:
-        module.__dict__.pop(modules.ANGLES, None)
+        module.__dict__.pop(ANGLES, None)
         if forward is None:
             module.__dict__.pop("forward", None)
         else:
             module.__dict__["forward"] = forward
-    if model.config._attn_implementation == modules.ATTENTION:
-        model.config._attn_implementation = state.attention
+    for config, chosen in state.attention:
+        if config._attn_implementation == ATTENTION:
+            config._attn_implementation = chosen
     model.__dict__.pop(STATE, None)
-    if isinstance(model, state.family.causal):
-        model.model.__dict__.pop(OWNER, None)
+    if state.plan.head is not None:
+        state.plan.backbone.__dict__.pop(OWNER, None)

@@ -11,14 +11,19 @@ from torch import Tensor, nn
 from isobit.errors import ArgumentError, UnsupportedError
 from isobit.foundation import backends
 from isobit.foundation.machine import flushes_subnormals
-from isobit.integrations.transformers import modules
 from isobit.integrations.transformers.accumulation import warn_at_backward
-from isobit.integrations.transformers.head import keep_rows, loss_of
-from isobit.integrations.transformers.layout import Layout, in_force, read_layout
+from isobit.integrations.transformers.head import keep_rows, logits_of, loss_of
+from isobit.integrations.transformers.layout import LAYOUT, Layout, in_force, read_layout
 from isobit.integrations.transformers.package import library
+from isobit.integrations.transformers.parts.attention import check_registered
+from isobit.integrations.transformers.parts.caches import keep_every_key
+from isobit.integrations.transformers.parts.heads import Head
+from isobit.integrations.transformers.parts.recognition import Outer, check_dropouts
 from isobit.integrations.transformers.refusals import refuse, refuse_flushing
 from isobit.integrations.transformers.state import State, find_owner, find_state, require_state
+from isobit.ops.logprob.portable import inverse
 from isobit.ops.share import share_in_force
+from isobit.order.samples import Samples
 
 Output = TypeVar("Output")
 
@@ -32,6 +37,9 @@ def run_checked(
         refuse_flushing("torch.set_flush_denormal(True)")
     if state.structure.check(strict=strict, **calls):
         state.strictness.forget()
+    check_registered(state.plan.configs)
+    if model.training:
+        check_dropouts(state.plan)
     output = state.strictness.run(model, kind, call)
     warn_at_backward(state, model, output)
     return output
@@ -50,7 +58,7 @@ def forward_base(
     **inputs: Any,
 ) -> Any:
     """Run transformers' own decoder with the positions of the layout."""
-    layout: Layout | None = inputs.get(modules.LAYOUT)
+    layout: Layout | None = inputs.get(LAYOUT)
     outermost = layout is None
     if layout is None:
         layout = layout_of(
@@ -58,7 +66,8 @@ def forward_base(
         )
     if layout.kind == "packed":
         use_cache = refuse_packed_cache(past_key_values, use_cache)
-    inputs[modules.LAYOUT] = layout
+    past_key_values = keep_every_key(module.config, past_key_values, use_cache)
+    inputs[LAYOUT] = layout
 
     def run() -> Any:
         with in_force(layout):
@@ -99,7 +108,7 @@ def forward_causal(
     layout = layout_of(
         input_ids, inputs_embeds, attention_mask, position_ids, past_key_values, inputs
     )
-    inputs[modules.LAYOUT] = layout
+    inputs[LAYOUT] = layout
 
     def run() -> Any:
         found = module.model(
@@ -112,11 +121,14 @@ def forward_causal(
         )
         hidden, loss, logits = found.last_hidden_state, None, None
         refuse_tied_share(module)
+        divisor = require_head(state).divisor(module)
         if scored:
-            loss = loss_of(hidden, module.lm_head, layout, labels, inputs)
+            loss = loss_of(hidden, module.lm_head, layout, labels, inputs, divisor)
         else:
             hidden, samples = keep_rows(hidden, layout, logits_to_keep)
             logits = module.lm_head(hidden, samples)
+            if divisor != 1.0:
+                logits = logits * inverse(divisor, logits.dtype).to(logits.device)
         return library("modeling_outputs").CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
@@ -125,13 +137,28 @@ def forward_causal(
             attentions=found.attentions,
         )
 
+    state = require_state(module)
     scored = labels is not None or inputs.get("shift_labels") is not None
     if scored:
         refuse_other_loss(module)
     kind = (*kind_of(module, layout, past_key_values, use_cache), scored)
-    output = run_checked(require_state(module), module, kind, run, calls_head=not scored)
+    output = run_checked(state, module, kind, run, calls_head=not scored)
     wanted = module.config.return_dict if return_dict is None else return_dict
     return output if wanted else output.to_tuple()
+
+
+def forward_logits(module: nn.Linear, hidden: Tensor, samples: Samples | None = None) -> Tensor:
+    """Compute the language-model head in fp32."""
+    return logits_of(hidden, module, samples)
+
+
+OUTER = Outer(forward_causal, forward_base, forward_logits)
+
+
+def require_head(state: State) -> Head:
+    """Return the head of a model that has one."""
+    assert state.head is not None
+    return state.head
 
 
 def layout_of(

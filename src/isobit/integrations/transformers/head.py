@@ -89,9 +89,17 @@ def keep_rows(hidden: Tensor, layout: Layout, keep: int | Tensor) -> tuple[Tenso
 
 
 def loss_of(
-    hidden: Tensor, head: nn.Linear, layout: Layout, labels: Tensor | None, inputs: dict[str, Any]
+    hidden: Tensor,
+    head: nn.Linear,
+    layout: Layout,
+    labels: Tensor | None,
+    inputs: dict[str, Any],
+    divisor: float = 1.0,
 ) -> Tensor:
-    """Return the mean of −log p of the labels, or their sum divided by `num_items_in_batch`."""
+    """Return the mean of −log p of the labels, or their sum divided by `num_items_in_batch`.
+
+    Logits are divided by `divisor`.
+    """
     ignored, targets = inputs.get("ignore_index", IGNORED), inputs.get("shift_labels")
     if targets is None:
         assert labels is not None
@@ -102,6 +110,7 @@ def loss_of(
         "ignore_index": ignored,
         "num_items": None if count is None else int(count),
         "samples": layout.samples,
+        "temperature": divisor,
     }
     tp_group, read = tp_group_of(head), read_weight(head)
     hidden, weight = cast_for_autocast(hidden, read.weight)

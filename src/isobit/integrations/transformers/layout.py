@@ -18,6 +18,9 @@ from isobit.ops.share import share_in_force
 from isobit.order.samples import Samples
 
 
+LAYOUT = "isobit_layout"  # the keyword that takes a layout through transformers' own forwards
+
+
 @dataclass(frozen=True)
 class Layout:
     """The rows of one call. `samples=None` is the operators' default: each row of the batch is one sample."""
@@ -28,6 +31,8 @@ class Layout:
     keys: Samples | None  # spans of the B·S rows of cache and call
     key_rows: int  # S
     known_places: dict[Any, Places] = field(default_factory=dict, compare=False, repr=False)
+    # What one module leaves for the next within a call, such as outputs of linears that share an input.
+    pending: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def places(self, q: Tensor, k: Tensor) -> Places:
         """Return where samples are in the queries and keys of a layer; layers share what the first one makes."""

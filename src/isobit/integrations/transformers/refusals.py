@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from isobit.errors import UnsupportedError
-from isobit.integrations.transformers.family import Family, Forward
-from isobit.integrations.transformers.package import library
 from isobit.ops.arguments import refuse_distributed
 
-# Modules that are never called: an operator over several of them reads their weights.
-GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-READ = frozenset(name for group in GROUPS for name in group) | {"act_fn"}
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 AGAIN = "call isobit.disable(model), change the model, then isobit.enable(model) again"
 # What there is for a model that `enable` does not compute.
@@ -33,17 +29,6 @@ def refuse(expected: str, received: str, remedy: str) -> NoReturn:
     raise UnsupportedError(expected=expected, received=received, remedy=remedy)
 
 
-def is_read(name: str) -> bool:
-    """Return whether an enabled model reads this module's weight and never calls the module."""
-    return name.rpartition(".")[2] in READ
-
-
-def plain_type(module: nn.Module) -> type[nn.Module]:
-    """Return the class of a module, as it was before fully_shard."""
-    found = type(module)
-    return found.__bases__[1] if FSDPModule in found.__bases__ else found
-
-
 def is_adapter(module: nn.Module) -> bool:
     """Return whether the module is PEFT's or has LoRA parameters."""
     return hasattr(module, "lora_A") or any(
@@ -55,60 +40,31 @@ def is_adapter(module: nn.Module) -> bool:
 
 
 def check_tree(
-    model: nn.Module, family: Family, planned: list[tuple[nn.Module, Forward]] | None = None
+    parts: Mapping[nn.Module, Any],
+    names: Mapping[nn.Module, str],
+    inside: Collection[nn.Module],
+    installed: bool,
 ) -> None:
     """Raise for the first module that isobit would not compute as it is.
 
     Args:
-        model: The model.
-        family: Its architecture.
-        planned: Each module with the function that `enable` installed; None before it installs them.
+        parts: Each module with its part.
+        names: Each module with its name.
+        inside: Modules that are never called, because another part computes them.
+        installed: Whether `enable` installed the forwards of the parts.
     """
-    check_classes(family)
-    sharded = any(isinstance(module, FSDPModule) for module in model.modules())
-    installed = None if planned is None else dict(planned)
-    for name, module in model.named_modules():
-        check_type(name, module, family)
+    sharded = any(isinstance(module, FSDPModule) for module in parts)
+    for module, part in parts.items():
+        name = names[module]
         check_parameters(name, module, sharded)
-        if is_read(name):
+        if module in inside:
             check_unhooked(name, module)
-        check_forward(name, module, installed)
-    check_biases(model)
+        check_forward(name, module, part, installed)
 
 
-def check_classes(family: Family) -> None:
-    """Raise if a class, or its forward, was replaced for the whole process, as Liger's patches do."""
-    own = (family.model.__module__, nn.Linear.__module__, nn.Embedding.__module__)
-    for kind in family.forwards:
-        if kind.__module__ not in own:
-            refuse(
-                f"the classes that {family.model.__module__} defines",
-                f"{kind.__module__}.{kind.__name__} in the place of one of them",
-                "do not patch the classes of transformers where isobit computes them, and make the model before "
-                "others are patched",
-            )
-        if kind.forward.__module__ != kind.__module__:
-            refuse(
-                f"{kind.__name__}.forward as {kind.__module__} defines it",
-                f"one of {kind.forward.__module__}",
-                "do not patch the classes of torch or transformers where isobit computes them",
-            )
-
-
-def check_type(name: str, module: nn.Module, family: Family) -> None:
-    """Raise if a module is not of the stock architecture."""
-    kind = plain_type(module)
-    if name.endswith(".act_fn"):
-        if not isinstance(module, (nn.SiLU, type(library("activations").ACT2FN["silu"]))):
-            refuse(
-                "a gated MLP with silu",
-                f"{name} of type {kind.__name__}",
-                "only SwiGLU is supported",
-            )
-        return
-    if kind in (*family.forwards, nn.ModuleList, family.model, family.causal):
-        return
-    where = f"{name or 'the model'} of type {kind.__module__}.{kind.__name__}"
+def check_wrapped(name: str, module: nn.Module) -> None:
+    """Raise if a module is an adapter's, or has a parametrization."""
+    where = f"{name or 'the model'} of type {type(module).__module__}.{type(module).__name__}"
     if is_adapter(module):
         refuse("modules without adapters", f"a PEFT adapter: {where}", MERGE)
     if hasattr(module, "parametrizations"):
@@ -118,12 +74,6 @@ def check_type(name: str, module: nn.Module, family: Family) -> None:
             f"a parametrization: {where}",
             f"{remedy}, then enable the model again",
         )
-    refuse(
-        "modules of the stock architecture",
-        where,
-        f"load the model without quantisation and wrappers; if it was replaced later: {AGAIN}; for other modules: "
-        f"{ELSEWHERE}",
-    )
 
 
 def check_parameters(name: str, module: nn.Module, sharded: bool) -> None:
@@ -165,13 +115,13 @@ def check_unhooked(name: str, module: nn.Module) -> None:
         if hooks := getattr(module, key):
             shown = getattr(next(iter(hooks.values())), "__qualname__", "a callable")
             refuse(
-                f"no hook on {name}: its weight is read by an operator over several linears, and it is not called",
+                f"no hook on {name}: the module that holds it computes it, and it is not called",
                 f"{key.strip('_')} with {shown}",
-                "put the hook on the module that holds it (self_attn or mlp), or disable isobit",
+                "put the hook on the module that holds it, or disable isobit",
             )
 
 
-def check_forward(name: str, module: nn.Module, installed: dict[nn.Module, Forward] | None) -> None:
+def check_forward(name: str, module: nn.Module, part: Any, installed: bool) -> None:
     """Raise unless the forward is isobit's, or was the class's before `enable`."""
     found: Any = vars(module).get("forward")
     ours = is_ours(found, module)
@@ -181,7 +131,7 @@ def check_forward(name: str, module: nn.Module, installed: dict[nn.Module, Forwa
             "a module that was compiled by itself",
             "compile the whole model instead",
         )
-    if installed is None:
+    if not installed:
         if found is not None and not ours:
             refuse(
                 f"the forward of its class for {name or 'the model'}",
@@ -189,8 +139,8 @@ def check_forward(name: str, module: nn.Module, installed: dict[nn.Module, Forwa
                 "call isobit.enable(model) before a trainer, accelerate or others replace forwards",
             )
         return
-    wanted = installed.get(module)
-    if name and wanted is not None and not (ours and found.isobit_forward is wanted):
+    as_it_was = found is None if part.forward is None else ours and found.isobit_forward == part
+    if name and not as_it_was:
         refuse(
             "the modules that isobit.enable prepared",
             f"{name} of type {type(module).__name__}, which was put there later, or has another forward",
@@ -201,22 +151,6 @@ def check_forward(name: str, module: nn.Module, installed: dict[nn.Module, Forwa
 def is_ours(forward: Any, module: nn.Module) -> bool:
     """Return whether `enable` installed this forward on this module."""
     return getattr(forward, "isobit_forward", None) is not None and forward.args[-1] is module
-
-
-def check_biases(model: Any) -> None:
-    """Raise unless all linears of a group have a bias or none has, and the head has none."""
-    for name, module in model.named_modules():
-        for group in GROUPS:
-            layers = [getattr(module, key) for key in group if hasattr(module, key)]
-            if len({layer.bias is None for layer in layers}) > 1:
-                refuse(
-                    f"a bias on all of {', '.join(group)}, or on none",
-                    f"on some, in {name}",
-                    "add biases of zeros",
-                )
-    head = getattr(model, "lm_head", None)
-    if head is not None and head.bias is not None:
-        refuse("a language-model head without bias", "lm_head.bias", "set lm_head.bias to None")
 
 
 def refuse_head_hooks() -> NoReturn:

@@ -1,4 +1,4 @@
-"""Additions of the residual stream, forward and backward, with one bit pattern for NaN.
+"""Values with several uses, and the residual stream: one bit pattern for NaN, forward and backward.
 
 Stock's addition of 16-bit numbers writes another NaN in its vector body than in its tail, so that a NaN's bits would
 depend on the batch. Finite sums have stock's bits.
@@ -14,18 +14,21 @@ from torch import Tensor
 from isobit.ops.portable.rounding import settle_nans
 
 
-def add(left: Tensor, right: Tensor) -> Tensor:
-    """Return left + right, with the same bits for every NaN."""
-    if torch.is_grad_enabled() and (left.requires_grad or right.requires_grad):
-        return _Add.apply(left, right)  # type: ignore[no-untyped-call,no-any-return]
-    return plain_add(left, right)
+def fork(x: Tensor, uses: int = 2) -> tuple[Tensor, ...]:
+    """Return x for several uses, whose gradients are added here and not by autograd.
 
-
-def fork(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return x for two uses whose gradients are added here and not by autograd."""
+    They are added from left to right in fp32, or in their dtype if it is wider, and rounded once.
+    """
     if torch.is_grad_enabled() and x.requires_grad:
-        return _Fork.apply(x)  # type: ignore[no-untyped-call,no-any-return]
-    return x, x
+        return _Fork.apply(x, uses)  # type: ignore[no-untyped-call,no-any-return]
+    return (x,) * uses
+
+
+def settle(x: Tensor, *, forward: bool) -> Tensor:
+    """Return x, with the same bits for every NaN: of x itself, or of the gradient that comes back to it."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _Settle.apply(x, forward)  # type: ignore[no-untyped-call,no-any-return]
+    return settle_nans(x) if forward else x
 
 
 def plain_add(left: Tensor, right: Tensor) -> Tensor:
@@ -33,26 +36,29 @@ def plain_add(left: Tensor, right: Tensor) -> Tensor:
     return settle_nans(left + right)
 
 
-class _Add(torch.autograd.Function):
+class _Settle(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, left: Tensor, right: Tensor) -> Tensor:
-        ctx.dtypes = left.dtype, right.dtype  # under autocast a branch is narrower than the stream
-        return plain_add(left, right)
+    def forward(ctx: Any, x: Tensor, forward: bool) -> Tensor:
+        ctx.backward_too = not forward
+        return settle_nans(x.clone()) if forward else x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        left, right = ctx.dtypes
-        return grad.to(left), grad.to(right)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return settle_nans(grad.clone()) if ctx.backward_too else grad, None
 
 
 class _Fork(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, uses: int) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)  # zeros would change the sign of a zero
-        return x.view_as(x), x.view_as(x)
+        return tuple(x.view_as(x) for _ in range(uses))
 
     @staticmethod
-    def backward(ctx: Any, first: Tensor | None, second: Tensor | None) -> Tensor | None:
-        if first is None or second is None:
-            return second if first is None else first
-        return plain_add(first, second)
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
+        found = [grad for grad in grads if grad is not None]
+        if len(found) < 2:
+            return (found[0] if found else None), None
+        total = found[0] if found[0].dtype == torch.float64 else found[0].float()
+        for grad in found[1:]:
+            total = total + grad
+        return settle_nans(total.to(found[0].dtype)), None

@@ -8,14 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from isobit.errors import ArgumentError, UnsupportedError
-from isobit.integrations.transformers import modules
 from isobit.integrations.transformers.forwards import (
     kind_of,
     layout_of,
     refuse_tied_share,
+    require_head,
     run_checked,
 )
 from isobit.integrations.transformers.head import entropy_of, keep_of, logprobs_of
+from isobit.integrations.transformers.layout import LAYOUT
 from isobit.integrations.transformers.state import require_state
 from isobit.parallel.tensor.shard import tp_group_of
 from isobit.sampling.support import Truncation
@@ -111,18 +112,19 @@ def score(
 ) -> tuple[Tensor, Tensor | None]:
     """Return log-probabilities, and entropies if they are wanted."""
     state = require_state(model)
-    if not isinstance(model, state.family.causal):
+    if state.head is None:
         raise ArgumentError(
-            expected=state.family.causal.__name__,
+            expected="a model with a language-model head",
             received=type(model).__name__,
             remedy="pass the model that has the language-model head",
         )
     causal: Any = model
     targets, temperature, support = asked
+    temperature = temperature * require_head(state).divisor(model)
     refuse_split_support(causal, support, want_entropy)
     past = inputs.get("past_key_values")
     layout = layout_of(input_ids, None, attention_mask, position_ids, past, inputs)
-    inputs[modules.LAYOUT] = layout
+    inputs[LAYOUT] = layout
     wanted = layout.next_of(input_ids) if targets is None else targets
     cached = inputs.setdefault("use_cache", past is not None)
 

@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn
 
 from isobit.errors import UnsupportedError
-from isobit.integrations.transformers.family import Family
+from isobit.integrations.transformers.parts.heads import Head
+from isobit.integrations.transformers.parts.recognition import Outer, Plan
 from isobit.integrations.transformers.refusals import refuse_wrapper
 from isobit.integrations.transformers.strictness import Strictness
 from isobit.integrations.transformers.structure import Structure
@@ -35,16 +36,27 @@ class Uses:
 class State:
     """The state of one enabled model."""
 
-    def __init__(self, model: nn.Module, family: Family, strict: bool) -> None:
-        self.family, self.uses = family, Uses()
-        self.structure, self.strictness = Structure(model, family), Strictness(strict)
-        self.attention: str | None = None
+    def __init__(self, plan: Plan, outer: Outer, strict: bool) -> None:
+        self.uses = Uses()
+        self.structure, self.strictness = Structure(plan, outer), Strictness(strict)
+        # (config, the attention implementation that it had)
+        self.attention: list[tuple[Any, str | None]] = []
         # (module, the forward that its instance had, or None)
         self.replaced: list[tuple[nn.Module, Any]] = []
         self.backbone_alone = (
             Uses()
         )  # of the backbone by itself: it may then be called without the head
         self.warned_of_accumulation = False
+
+    @property
+    def plan(self) -> Plan:
+        """The parts of the model, as they were when its modules were last accepted."""
+        return self.structure.plan
+
+    @property
+    def head(self) -> Head | None:
+        """The head of the model; None if it is a backbone."""
+        return self.structure.plan.head
 
 
 def find_state(model: nn.Module) -> State | None:

@@ -1,8 +1,7 @@
 """Check at every call that the modules of an enabled model are those that `enable` prepared.
 
-[Note: what a call looks at] An enabled model reads the weights of linears that share an input, and never calls these
-modules. An adapter, a hook or a parametrization put on them later would have no effect, and a layer put in the place of
-another would compute in its own order. So each call gathers what decides which code runs: the type of each module,
+[Note: what a call looks at] A gated MLP computes its activation itself and never calls that module: a hook put on it
+later would have no effect. An adapter or a layer put in the place of another would compute in its own order. So each call gathers what decides which code runs: the type of each module,
 its installed forward, its children, its hooks, the types of its parameters, the number of its attributes, the forwards
 of their classes, and torch's global hooks. The gathering is a few `map`s over lists made once, without a line of Python
 per module, and the lists are compared with those of the last call that was accepted. Only where they differ are the
@@ -12,7 +11,7 @@ Hooks of modules that are called run; these are gathered only after torch made a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -21,11 +20,10 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
-from isobit.integrations.transformers.families import plan
-from isobit.integrations.transformers.family import Family
+from isobit.integrations.transformers.parts.heads import HEAD
+from isobit.integrations.transformers.parts.recognition import Outer, Plan, make_plan
 from isobit.integrations.transformers.refusals import (
     check_tree,
-    is_read,
     refuse_global_hooks,
     refuse_head_hooks,
     refuse_model_hooks,
@@ -36,20 +34,13 @@ _hooks = itemgetter(
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 )
 _class_forward = attrgetter("forward")
-Forwards = dict[type[nn.Module], Callable[..., Any]]
-
 
 class Structure:
     """The module tree of one enabled model, as it was when it was last accepted."""
 
-    def __init__(self, model: nn.Module, family: Family) -> None:
-        self._model, self._family = model, family
-        self._outer: Forwards = {}
+    def __init__(self, plan: Plan, outer: Outer) -> None:
+        self.plan, self._outer = plan, outer
         self._known: Snapshot | None = None
-
-    def expect(self, outer: Forwards) -> None:
-        """Set the functions that compute the model and its backbone."""
-        self._outer = outer
 
     def check(self, *, strict: bool, calls_head: bool = True, calls_model: bool = True) -> bool:
         """Raise if the tree has something that would not be computed.
@@ -64,13 +55,16 @@ class Structure:
         """
         known, changed = self._known, False
         if known is None or not known.is_current():
-            check_tree(self._model, self._family, plan(self._model, self._family, self._outer))
-            fresh = Snapshot(self._model, self._family)
+            plan = make_plan(self.plan.model, self._outer)
+            check_tree(plan.parts, plan.names, plan.inside, installed=True)
+            fresh = Snapshot(plan)
+            self.plan = plan
             changed = known is None or fresh.code != known.code or fresh.hooks != known.hooks
             self._known = known = fresh
-        if not calls_head and is_hooked(getattr(self._model, "lm_head", None)):
+        model = self.plan.model
+        if not calls_head and is_hooked(getattr(model, HEAD, None)):
             refuse_head_hooks()
-        if not calls_model and is_hooked(self._model):
+        if not calls_model and is_hooked(model):
             refuse_model_hooks()
         if strict and any(global_hooks()):
             refuse_global_hooks()
@@ -84,15 +78,15 @@ class Structure:
 class Snapshot:
     """A snapshot of what decides which code runs, and how to take it again."""
 
-    def __init__(self, model: nn.Module, family: Family) -> None:
-        self._modules = list(model.modules())
+    def __init__(self, plan: Plan) -> None:
+        self._modules = list(plan.parts)
         self._tables = [vars(module) for module in self._modules]
-        self._classes = list(family.forwards)
+        self._classes = plan.classes
         # The root's forward may be wrapped by others, as accelerate does: whoever gets here came through it.
         self._replaced = [table for table in self._tables[1:] if "forward" in table]
         self._parents = [table for table in self._tables if table["_modules"]]
         self._owners = [table["_parameters"] for table in self._tables if table["_parameters"]]
-        self._read = [vars(module) for name, module in model.named_modules() if is_read(name)]
+        self._inside = [vars(module) for module in plan.inside]
         self.registered = RemovableHandle.next_id
         self.code, self.counts = self._gather_code(), self._gather_counts()
         self.hooks = self._gather_hooks()
@@ -117,7 +111,7 @@ class Snapshot:
             list(map(_forward, self._replaced)),
             list(chain.from_iterable(map(dict.values, map(_children, self._parents)))),
             list(map(_class_forward, self._classes)),
-            contents(chain.from_iterable(map(_hooks, self._read))),
+            contents(chain.from_iterable(map(_hooks, self._inside))),
             contents(global_hooks()),
         )
 
@@ -149,6 +143,8 @@ def global_hooks() -> tuple[dict[int, Any], ...]:
     )
 
 
-def is_called(model: nn.Module, name: str, module: nn.Module) -> bool:
-    """Return whether every kind of call calls this module, so that its hooks run."""
-    return not (is_read(name) or module in (model, getattr(model, "lm_head", None)))
+def is_called(model: nn.Module, module: nn.Module) -> bool:
+    """Return whether every kind of call of an enabled model calls this module, so that its hooks run."""
+    state: Any = vars(model).get("_isobit_state")
+    inside = () if state is None else state.structure.plan.inside
+    return not (module in inside or module in (model, getattr(model, HEAD, None)))

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from isobit.errors import CutError
-from isobit.integrations.transformers.modules import share_count
+from isobit.integrations.transformers.parts.linear import share_count
 from isobit.integrations.transformers.state import require_state
 from isobit.order.cut import Cut
 from isobit.order.plan import FEATURE_CAP, count_segments

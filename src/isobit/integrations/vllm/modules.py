@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isobit.integrations.transformers.modules import extend_angles
+from isobit.integrations.transformers.parts.rotary import extend_angles
 from isobit.integrations.transformers.residual import plain_add
 from isobit.integrations.vllm.refusals import refuse
 from isobit.integrations.vllm.weights import PackedLinear

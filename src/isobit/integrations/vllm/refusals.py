@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 from isobit.errors import ArgumentError, UnsupportedError
-from isobit.integrations.transformers.families import ROTARY_KINDS
+from isobit.integrations.transformers.parts.rotary import ROTARY_KINDS
 
 WORKER = "isobit.integrations.vllm.worker.Worker"
 LOGPROBS = "processed_logprobs"

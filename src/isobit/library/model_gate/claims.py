@@ -16,8 +16,9 @@ from isobit.gates.model import batches
 from isobit.gates.model.batch_layout_gate import GateReport, run_gate
 from isobit.gates.model.models import build_model
 from isobit.gates.model.scorers import IsobitScorer, StockScorer
-from isobit.integrations.transformers import head, modules
+from isobit.integrations.transformers import head
 from isobit.integrations.transformers.enabling import enabled as scope
+from isobit.integrations.transformers.parts import attention, linear, norms, rotary
 from isobit.library import stock as stock_functions
 from isobit.library.subjects import replaced
 from isobit.ops.attention.op import Places
@@ -118,9 +119,9 @@ def _stock_loss(_: Any, hidden: Tensor, weight: Tensor, targets: Tensor, **__: A
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
-with_stock_linear = gate_with(modules, "linear_with_packed", _stock_linear)
-with_keys_of_padding = gate_with(modules, "attention_in", _keys_of_padding)
-with_positions_of_padding = gate_with(modules, "forward_rotary", _positions_of_padding)
-with_padded_dgamma = gate_with(modules, "rms_norm", _padded_dgamma)
-with_stock_norm = gate_with(modules, "rms_norm", _stock_norm)
+with_stock_linear = gate_with(linear, "linear_with_packed", _stock_linear)
+with_keys_of_padding = gate_with(attention, "attention_in", _keys_of_padding)
+with_positions_of_padding = gate_with(rotary, "forward_rotary", _positions_of_padding)
+with_padded_dgamma = gate_with(norms, "rms_norm", _padded_dgamma)
+with_stock_norm = gate_with(norms, "rms_norm", _stock_norm)
 with_stock_loss = gate_with(head, "linear_cross_entropy", _stock_loss)

@@ -1,0 +1,31 @@
+"""Caches: layers that keep every key, in the place of empty ones that would drop keys behind a sliding window."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from isobit.integrations.transformers.package import library
+
+
+def keep_every_key(config: Any, cache: Any, use_cache: bool | None) -> Any:
+    """Return the cache of a call, whose empty sliding layers are replaced by full ones.
+
+    isobit's attention reads the window from the mask and expects all keys of a sample: with keys dropped, their
+    positions could not be told from the cache. A model whose cache is made inside its forward gets a full one here.
+    """
+    known = library("cache_utils")
+    if cache is None:
+        wanted = getattr(config, "use_cache", False) if use_cache is None else use_cache
+        return known.DynamicCache() if wanted and has_windows(config) else None
+    layers = getattr(cache, "layers", None)
+    if isinstance(layers, list):
+        for at, layer in enumerate(layers):
+            if type(layer) is known.DynamicSlidingWindowLayer and not layer.is_initialized:
+                layers[at] = known.DynamicLayer()
+    return cache
+
+
+def has_windows(config: Any) -> bool:
+    """Return whether some layers of a model see a window of keys only."""
+    kinds = getattr(config, "layer_types", None) or ()
+    return getattr(config, "sliding_window", None) is not None or "sliding_attention" in kinds

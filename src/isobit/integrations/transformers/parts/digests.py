@@ -1,0 +1,94 @@
+"""Digests of the sources that were read; tests/integrations/families/test_digests.py recomputes them.
+
+This is the only file that names model families. An entry is the digest of a forward (source.py), the class or function
+where it was read, and what it computes. A source that changes with a new version of transformers has another digest:
+norms and rotations are then probed, composites are read anew, and heads are refused.
+"""
+
+from __future__ import annotations
+
+from isobit.integrations.transformers.parts.norms import NormFormula
+
+# Norms, with their formulas.
+NORMS: dict[str, tuple[str, NormFormula]] = {
+    "f5c95295c0f85e5a": ("llama.LlamaRMSNorm", NormFormula(eps="variance_epsilon")),
+    "9bb6bb8e55cf1713": ("olmo2.Olmo2RMSNorm", NormFormula(eps="variance_epsilon")),
+    "3b3f6d977ddddc48": ("gemma.GemmaRMSNorm", NormFormula(eps="eps", offset=1.0)),
+    "f8ed60cd782f6eeb": ("helium.HeliumRMSNorm", NormFormula(eps="variance_epsilon")),
+}
+# Rotary embeddings: cos and sin of both halves, by position (and by kind of layer).
+ROTARY_EMBEDDINGS: dict[str, str] = {
+    "fdf4680dfba67887": "llama.LlamaRotaryEmbedding",
+    "4f7632eb56738bce": "olmo2.Olmo2RotaryEmbedding",
+    "d6679696f0a16fc4": "olmo3.Olmo3RotaryEmbedding",
+    "aa5f8d996efa89a2": "gemma3.Gemma3RotaryEmbedding",
+}
+# Rotations of queries and keys, with their styles (rotary.py).
+ROTATIONS: dict[str, tuple[str, str]] = {
+    "0d0c50f1105d8e96": ("llama.apply_rotary_pos_emb", "halves"),
+    "2a6923c30a1abeab": ("olmo2.apply_rotary_pos_emb", "halves"),
+    "b3e09a3de538b0f7": ("phi3.apply_rotary_pos_emb", "halves"),
+    "74c9980384bea297": ("glm.apply_rotary_pos_emb", "pairs"),
+    "92767ed84b5c69a8": ("ernie4_5.apply_rotary_pos_emb", "pairs"),
+    "b907dfdd7ce839a2": ("helium.apply_rotary_pos_emb", "pairs"),
+}
+# Embeddings that are scaled, with the attribute that is the scale.
+EMBEDDINGS: dict[str, tuple[str, str]] = {
+    "40d585f5fccf16ce": ("gemma.GemmaTextScaledWordEmbedding", "embed_scale"),
+}
+# down(act(gate(x)) · up(x)): gate and up as separate layers, or packed into one.
+GATED_MLPS: dict[str, tuple[str, str]] = {
+    "c667e32817f752bd": ("llama.LlamaMLP", "separate"),
+    "89b34cccf0d0e128": ("phi3.Phi3MLP", "packed"),
+}
+# Modules that compute each element by itself, and run as they are.
+ELEMENTWISE: dict[str, str] = {
+    "2d2692a9c21d11b3": "activations.ReLUSquaredActivation",
+}
+# Attention blocks, layers, MLPs and backbones, which run their own code.
+COMPOSITES: dict[str, str] = {
+    "29067412e55de1f7": "llama.LlamaModel",
+    "56851eb5314fe49a": "llama.LlamaDecoderLayer",
+    "a35c9b3d8c61409f": "llama.LlamaAttention",
+    "c232d2d7a6d341eb": "qwen2.Qwen2Model",
+    "f9a024617a7fd2f0": "qwen2.Qwen2Attention",
+    "c9600c86b25b84dd": "qwen3.Qwen3Attention",
+    "0a5201288247e5f1": "mistral.MistralModel",
+    "b2e82656f0335455": "mistral.MistralAttention",
+    "364b8023ae1fd959": "ministral.MinistralModel",
+    "ddcc10218045b72c": "olmo2.Olmo2DecoderLayer",
+    "b602c894cd5a1b4d": "olmo2.Olmo2Attention",
+    "89b5607c4ed0556e": "olmo3.Olmo3Model",
+    "11960f0de85ef02f": "olmo3.Olmo3Attention",
+    "e2393a56cb8c3bdc": "phi3.Phi3DecoderLayer",
+    "a4352cad3e358b64": "phi3.Phi3Attention",
+    "659ab0beaa774e53": "glm4.Glm4DecoderLayer",
+    "96ded4e47e8fae79": "smollm3.SmolLM3Attention",
+    "dc23b53d78834c8c": "granite.GraniteModel",
+    "c8eb9762287b7d1b": "granite.GraniteDecoderLayer",
+    "fe65b479e9ebd060": "gemma.GemmaModel",
+    "bed9c52fb31cc60f": "gemma3.Gemma3TextModel",
+    "616c4cee5761dd86": "gemma3.Gemma3DecoderLayer",
+    "2b0033a4f46149a0": "gemma3.Gemma3Attention",
+    "893606b9e5ad8484": "seed_oss.SeedOssAttention",
+    "68f27345b141abc1": "seed_oss.SeedOssMLP",
+    "db170b02b60da783": "arcee.ArceeMLP",
+    "6a2db66ca674004b": "exaone4.Exaone4Model",
+    "1ba2546c13ee185f": "exaone4.Exaone4Attention",
+    "c6516f7d55a4225d": "cwm.CwmModel",
+    "df02d2451cbe7bb8": "hunyuan_v1_dense.HunYuanDenseV1Attention",
+    "a94493e726d12042": "starcoder2.Starcoder2Model",
+    "fd57a0651769b52b": "starcoder2.Starcoder2Attention",
+    "48bdf6cd43a64ecd": "starcoder2.Starcoder2MLP",
+    "fcea2af513347668": "stablelm.StableLmModel",
+    "71231f0f39e46be5": "stablelm.StableLmDecoderLayer",
+    "f4963819f0ad076b": "stablelm.StableLmAttention",
+}
+# Heads (heads.py).
+HEADS: dict[str, tuple[str, str]] = {
+    "09999c771af42fb9": ("llama.LlamaForCausalLM", "plain"),
+    "c7f3393af93af7e9": ("granite.GraniteForCausalLM", "divided"),
+    "c9f3a223d137befb": ("gemma3.Gemma3ForCausalLM", "capped"),
+    "107ada47601edbb2": ("stablelm.StableLmForCausalLM", "plain"),
+    "f095779abe827079": ("cohere.CohereForCausalLM", "multiplied"),
+}

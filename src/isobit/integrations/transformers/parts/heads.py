@@ -1,0 +1,62 @@
+"""Heads: how a model computes logits from hidden states, known by the source of its forward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from isobit.errors import UnsupportedError
+from isobit.integrations.transformers.parts.digests import HEADS
+from isobit.integrations.transformers.parts.part import plain_type
+from isobit.integrations.transformers.parts.source import digest_of_class
+from isobit.integrations.transformers.refusals import ELSEWHERE, refuse
+
+BACKBONE, HEAD = "model", "lm_head"
+
+
+@dataclass(frozen=True)
+class Head:
+    """A language-model head: logits are those of `lm_head`, divided by `divisor(model)`."""
+
+    kind: str  # plain, divided, multiplied or capped
+    found: str  # where its source was read
+
+    def divisor(self, model: Any) -> float:
+        """Return what the logits are divided by, from the config as it is now."""
+        if self.kind == "divided":
+            return float(model.config.logits_scaling)
+        if self.kind == "multiplied":
+            return 1.0 / float(model.logit_scale)
+        if self.kind == "capped" and model.config.final_logit_softcapping is not None:
+            refuse(
+                "logits without a soft cap",
+                f"final_logit_softcapping={model.config.final_logit_softcapping} of the head",
+                "set config.final_logit_softcapping to None, if the model is meant to run without",
+            )
+        return 1.0
+
+
+PLAIN = Head("plain", "")
+
+
+def find_head(model: Any) -> Head | None:
+    """Return the head of a causal language model, None for a backbone, or raise for a head that is not known."""
+    linear, backbone = getattr(model, HEAD, None), getattr(model, BACKBONE, None)
+    if not isinstance(backbone, nn.Module):
+        return None
+    kind = plain_type(model)
+    digest = digest_of_class(kind)
+    if isinstance(linear, nn.Module) and digest in HEADS:
+        path, name = HEADS[digest]
+        head = Head(name, f"source of {path}")
+        head.divisor(model)
+        return head
+    raise UnsupportedError(
+        expected="a head that is known: logits of lm_head, plain, or scaled by config.logits_scaling or logit_scale",
+        received=f"{kind.__module__}.{kind.__name__}.forward, whose source (digest {digest}) is not known",
+        remedy=f"enable the backbone: isobit.enable(model.{BACKBONE}), and replace the head; or, where its forward is "
+        f"the mean of the next tokens' losses over logits of lm_head: isobit.parts.register({kind.__name__}, "
+        f"isobit.parts.head()); {ELSEWHERE}",
+    )

@@ -1,0 +1,133 @@
+"""Linear layers: alone, split over ranks, and those that share an input, which are computed as one operator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isobit.errors import UnsupportedError
+from isobit.integrations.transformers.layout import current_layout
+from isobit.nn.linear import read_weight
+from isobit.ops.linear.group import linear_group
+from isobit.ops.linear.op import linear_with_packed
+from isobit.order.plan import FEATURE_CAP
+from isobit.parallel.tensor.column_linear import column_linear_group
+from isobit.parallel.tensor.row_linear import row_linear
+from isobit.parallel.tensor.shard import tp_group_of
+
+
+class Siblings:
+    """Linear layers that one composite calls with the same input. `groups`: see isobit.linear_group."""
+
+    def __init__(self, layers: tuple[nn.Linear, ...], groups: int) -> None:
+        self.layers, self.groups = layers, groups
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Siblings)
+            and self.groups == other.groups
+            and len(self.layers) == len(other.layers)
+            and all(a is b for a, b in zip(self.layers, other.layers, strict=True))
+        )
+
+    def __hash__(self) -> int:
+        return id(self.layers[0])
+
+
+def base_linear(module: Any) -> nn.Linear | None:
+    """Return the linear layer that a child computes with the composite's own input, or None if it is none."""
+    return module if type(module) is nn.Linear else None
+
+
+def forward_linear(siblings: Siblings | None, module: nn.Linear, x: Tensor) -> Tensor:
+    """Compute a linear layer; with siblings, the first that is called with x computes all of them."""
+    if siblings is None:
+        return alone(module, x)
+    pending = current_layout().pending
+    held = pending.get(siblings)
+    if held is None or held[0] is not x or module not in held[1]:
+        outputs = share_input(x, siblings.layers, siblings.groups)
+        held = pending[siblings] = x, dict(zip(siblings.layers, outputs, strict=True))
+    found: Tensor = held[1].pop(module)
+    if not held[1]:
+        del pending[siblings]
+    return found
+
+
+def alone(module: nn.Linear, x: Tensor) -> Tensor:
+    """Compute a layer that shares its input with no other; if it is split over ranks, x is a rank's part."""
+    samples, tp_group = current_layout().samples, tp_group_of(module)
+    if tp_group is not None:
+        return row_linear(x, module.weight, module.bias, tp_group=tp_group, samples=samples)
+    read = read_weight(module)
+    return linear_with_packed(x, read.weight, module.bias, samples, read.packed)
+
+
+def share_input(x: Tensor, layers: tuple[nn.Linear, ...], groups: int) -> tuple[Tensor, ...]:
+    """Compute linear layers that share x as one operator, because dX is one sum; `groups` are of the unsplit layers."""
+    weights = tuple(layer.weight for layer in layers)
+    # All or none: `make_siblings` raises otherwise.
+    biases = None if layers[0].bias is None else tuple(layer.bias for layer in layers)
+    samples, tp_group = current_layout().samples, tp_group_of(layers[0])
+    if tp_group is not None:
+        return column_linear_group(
+            x, weights, biases, groups=groups, tp_group=tp_group, samples=samples
+        )
+    # Where gradients are taken, packed forms are not read, and would be packed at every step.
+    if not wants_gradient(x, *weights):
+        reads = tuple(read_weight(layer) for layer in layers)
+        if any(read.snapshot is not None for read in reads):
+            return tuple(
+                linear_with_packed(x, read.weight, layer.bias, samples, read.packed)
+                for layer, read in zip(layers, reads, strict=True)
+            )
+    return linear_group(x, weights, biases, groups=groups, samples=samples)
+
+
+def wants_gradient(*tensors: Tensor) -> bool:
+    """Return whether autograd would take a gradient of any of the tensors."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def make_siblings(name: str, parent: Any, children: tuple[str, ...]) -> Siblings:
+    """Return the siblings of a composite, with the groups of their common dX."""
+    layers = []
+    for child in children:
+        layer = base_linear(getattr(parent, child))
+        assert layer is not None
+        layers.append(layer)
+    if len({layer.bias is None for layer in layers}) > 1:
+        raise UnsupportedError(
+            expected=f"a bias on all of {', '.join(children)}, or on none",
+            received=f"on some, in {name}",
+            remedy="add biases of zeros",
+        )
+    return Siblings(tuple(layers), count_groups(parent, children, layers))
+
+
+def count_groups(parent: Any, children: tuple[str, ...], layers: list[nn.Linear]) -> int:
+    """Return into how many parts dX is cut, so that a tensor-parallel rank owns whole segments of it.
+
+    Those of attention are its key heads, each with its queries; those of layers of one width are `share_count`.
+    """
+    rows = [layer.out_features for layer in layers]
+    depth = getattr(parent, "head_dim", None)
+    if "k_proj" in children and isinstance(depth, int):
+        heads = layers[children.index("k_proj")].out_features // depth
+        if heads and all(count % heads == 0 for count in rows):
+            return heads
+        return 1
+    return share_count(rows[0]) if len(set(rows)) == 1 else 1
+
+
+def share_count(features: int) -> int:
+    """Return into how many equal parts gate and up are cut for dX: a power of two, at most that of segments.
+
+    So a tensor-parallel rank that owns a share of both owns whole segments of that sum.
+    """
+    shares = 1
+    while shares < FEATURE_CAP and features % (2 * shares) == 0:
+        shares *= 2
+    return shares

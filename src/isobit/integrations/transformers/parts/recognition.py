@@ -1,0 +1,309 @@
+"""Recognise the parts of a model: by registration, by class of torch, by the digest of a source, by probing.
+
+See [Note: parts] in this package.
+"""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from isobit.errors import UnsupportedError
+from isobit.integrations.transformers.package import library
+from isobit.integrations.transformers.parts import (
+    activations,
+    composites,
+    embedding,
+    gated_mlp,
+    linear,
+    norms,
+    rotary,
+)
+from isobit.integrations.transformers.parts.digests import (
+    COMPOSITES,
+    ELEMENTWISE,
+    EMBEDDINGS,
+    GATED_MLPS,
+    NORMS,
+    ROTARY_EMBEDDINGS,
+)
+from isobit.integrations.transformers.parts.heads import BACKBONE, HEAD, Head, find_head
+from isobit.integrations.transformers.parts.norms import NormFormula
+from isobit.integrations.transformers.parts.part import Forward, Part, plain_type
+from isobit.integrations.transformers.parts.plumbing import find_computation
+from isobit.integrations.transformers.parts.probing import probe_norm
+from isobit.integrations.transformers.parts.registry import find_registered
+from isobit.integrations.transformers.parts.source import (
+    digest_of_class,
+    function_of,
+    siblings_in,
+    tree_of,
+)
+from isobit.integrations.transformers.refusals import (
+    AGAIN,
+    ELSEWHERE,
+    check_wrapped,
+    refuse,
+)
+
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Identity)
+KNOWN = "linear, embedding, RMSNorm, LayerNorm, rotary embedding, silu, gelu, gated MLP, attention, head"
+
+
+@dataclass
+class Plan:
+    """The parts of one model."""
+
+    model: nn.Module
+    backbone: nn.Module
+    head: Head | None
+    names: dict[nn.Module, str] = field(default_factory=dict)
+    parts: dict[nn.Module, Part] = field(default_factory=dict)
+    inside: set[nn.Module] = field(default_factory=set)  # computed by another part, and never called
+    dropouts: list[tuple[nn.Module, str]] = field(default_factory=list)
+
+    @property
+    def unshipped(self) -> list[str]:
+        """Descriptions of the classes whose source, or whose rotation's, is not in the tables of digests."""
+        found = {
+            f"{plain_type(module).__name__} ({part.found})"
+            for module, part in self.parts.items()
+            if not part.shipped
+        }
+        return sorted(found)
+
+    @property
+    def classes(self) -> list[type[nn.Module]]:
+        """The classes whose forwards decide what was recognised."""
+        return list(dict.fromkeys(plain_type(module) for module in self.parts))
+
+    @property
+    def configs(self) -> list[Any]:
+        """The configs by which composites choose their attention function, each once."""
+        found = {id(m.config): m.config for m in self.parts if hasattr(m, "config")}
+        return list(found.values())
+
+
+@dataclass(frozen=True)
+class Outer:
+    """The functions that compute a whole model: of its head's class, of its backbone, and of its logits."""
+
+    causal: Forward
+    backbone: Forward
+    logits: Forward
+
+
+def make_plan(model: nn.Module, outer: Outer) -> Plan:
+    """Recognise every module of a model, or raise an error that names the first that is not known."""
+    library()  # the version is checked before anything of it is read
+    head = find_head(model)
+    backbone = model if head is None else getattr(model, BACKBONE)
+    plan = Plan(model, backbone, head)
+    check_config(getattr(model, "config", None))
+    for name, module in model.named_modules():
+        check_wrapped(name, module)
+        plan.names[module] = name
+        if module is backbone:
+            part = find_backbone(module, outer.backbone)
+        elif module is model:
+            assert head is not None
+            part = Part("head", outer.causal, (), f"{head.kind}: {head.found}")
+        elif head is not None and name == HEAD:
+            check_logits(module)
+            part = Part("logits", outer.logits, (), "torch.nn.Linear")
+        else:
+            part = find_part(name, module)
+        plan.parts[module] = part
+        plan.inside |= {getattr(module, child) for child in part.inside}
+        plan.dropouts += [(module, key) for key in dropouts_of(module, part)]
+    join_siblings(plan)
+    return plan
+
+
+def check_config(config: Any) -> None:
+    """Raise on options that change what a model computes and are not seen in its modules."""
+    if getattr(config, "pretraining_tp", 1) > 1:
+        refuse("whole products", f"pretraining_tp={config.pretraining_tp}", "set it to 1")
+
+
+def check_logits(module: nn.Module) -> None:
+    """Raise unless the head is a linear layer without bias."""
+    if plain_type(module) is not nn.Linear:
+        refuse_unknown(HEAD, module, "the head's linear layer is another")
+    if module.bias is not None:
+        refuse("a language-model head without bias", "lm_head.bias", "set lm_head.bias to None")
+
+
+def find_part(name: str, module: nn.Module) -> Part:
+    """Return what a module is, or raise an error that names it."""
+    kind = plain_type(module)
+    registered = find_registered(kind)
+    if registered is not None:
+        return registered.part_for(name, module)  # type: ignore[no-any-return]
+    found = find_torch_class(name, module) or find_activation(module)
+    if found is not None:
+        return found
+    digest = digest_of_class(kind)
+    found = find_by_digest(name, module, digest)
+    if found is not None:
+        return found
+    if next(module.children(), None) is not None:
+        return find_composite(name, module, digest)
+    formula = probe_norm(module)
+    if formula is not None:
+        return Part("norm", norms.forward_norm, (formula,), f"probed: {formula}", shipped=False)
+    refuse_unknown(name, module, f"its forward (digest {digest}) is none that was read, and no norm")
+    raise AssertionError
+
+
+def find_torch_class(name: str, module: Any) -> Part | None:
+    """Recognise classes of torch.nn, exactly: a subclass may compute anything."""
+    kind = plain_type(module)
+    where = f"torch.nn.{kind.__name__}"
+    if kind is nn.Linear:
+        return Part("linear", linear.forward_linear, (None,), where)
+    if kind is nn.Embedding:
+        return Part("embedding", embedding.forward_embedding, (), where)
+    if kind is nn.Dropout:
+        return Part("dropout", activations.forward_dropout, (), where)
+    if kind in CONTAINERS:
+        return Part("container", None, (), where)
+    if kind is nn.LayerNorm:
+        if module.weight is None or module.weight.dim() != 1:
+            refuse(
+                "a LayerNorm of rows with a weight",
+                f"{name} with normalized_shape={tuple(module.normalized_shape)}"
+                f"{'' if module.weight is not None else ' and no weight'}",
+                f"isobit.layer_norm needs a weight [n]; {ELSEWHERE}",
+            )
+        bias = None if module.bias is None else "bias"
+        formula = NormFormula("layer", "eps", "weight", bias)
+        return Part("norm", norms.forward_norm, (formula,), where)
+    if kind is nn.RMSNorm and module.eps is not None and len(module.normalized_shape) == 1:
+        weight = None if module.weight is None else "weight"
+        return Part("norm", norms.forward_norm, (NormFormula("rms", "eps", weight),), where)
+    return None
+
+
+def find_activation(module: nn.Module) -> Part | None:
+    """Recognise activations by their class."""
+    kind = activations.kind_of_activation(module)
+    where = f"{plain_type(module).__module__}.{plain_type(module).__name__}"
+    if kind == "silu":
+        return Part("silu", activations.forward_silu, (), where)
+    if kind is not None:
+        approximate = "tanh" if kind == "gelu_tanh" else "none"
+        return Part("gelu", activations.forward_gelu, (approximate,), where)
+    return None
+
+
+def find_by_digest(name: str, module: Any, digest: str) -> Part | None:
+    """Recognise leaves and gated MLPs whose source was read."""
+    if digest in NORMS:
+        path, formula = NORMS[digest]
+        return Part("norm", norms.forward_norm, (formula,), f"source of {path}")
+    if digest in ROTARY_EMBEDDINGS:
+        rotary.check_kind(name, module)
+        path = ROTARY_EMBEDDINGS[digest]
+        return Part("rotary embedding", rotary.forward_rotary, (), f"source of {path}")
+    if digest in EMBEDDINGS and isinstance(module, nn.Embedding):
+        path, scale = EMBEDDINGS[digest]
+        forward = embedding.forward_scaled_embedding
+        return Part("embedding", forward, (scale,), f"source of {path}")
+    if digest in ELEMENTWISE:
+        return Part("elementwise", None, (), f"source of {ELEMENTWISE[digest]}")
+    if digest in GATED_MLPS:
+        path, form = GATED_MLPS[digest]
+        act = "act_fn" if form == "separate" else "activation_fn"
+        if activations.kind_of_activation(getattr(module, act)) == "silu":
+            packed, separate = gated_mlp.forward_packed_swiglu, gated_mlp.forward_swiglu
+            forward = separate if form == "separate" else packed
+            return Part("gated MLP", forward, (), f"source of {path}", inside=(act,))
+    return None
+
+
+def find_composite(name: str, module: nn.Module, digest: str) -> Part:
+    """Return how a module that has children runs: by its own code, if that adds nothing."""
+    kind = plain_type(module)
+    function = function_of(kind)
+    shipped = digest in COMPOSITES or digest in GATED_MLPS
+    where = f"source of {COMPOSITES.get(digest) or (GATED_MLPS[digest][0] if shipped else '')}"
+    if not shipped:
+        held = [key for key, value in module._parameters.items() if value is not None]
+        if held:
+            refuse_unknown(name, module, f"it has parameters of its own ({', '.join(held)})")
+        computation = find_computation(function, kind)
+        if computation is not None:
+            refuse_unknown(name, module, f"it computes more than its children do: {computation}")
+        where = "plumbing only"
+    rotations = composites.rotations_of(function)
+    for call, found in rotations.items():
+        where += f"; {call} by {found.style}, {found.found}"
+        shipped = shipped and found.shipped
+    if isinstance(module, library("modeling_layers").GradientCheckpointingLayer):
+        return Part("layer", composites.forward_layer, (), where, shipped)
+    attends = "ALL_ATTENTION_FUNCTIONS" in function.__code__.co_names
+    forward = composites.forward_composite
+    return Part("attention" if attends else "composite", forward, (), where, shipped)
+
+
+def find_backbone(module: nn.Module, forward: Forward) -> Part:
+    """Return how the backbone runs: by its own code, with the positions of the layout."""
+    kind = plain_type(module)
+    digest = digest_of_class(kind)
+    shipped = digest in COMPOSITES
+    where = f"source of {COMPOSITES[digest]}" if shipped else "plumbing only"
+    if not hasattr(module, "config") or next(module.children(), None) is None:
+        refuse_unknown("the model", module, "it has no config, or no modules")
+    if not shipped:
+        computation = find_computation(function_of(kind), kind, backbone=True)
+        if computation is not None:
+            refuse_unknown("the model", module, f"it computes more than its children: {computation}")
+    return Part("backbone", forward, (), where, shipped)
+
+
+def join_siblings(plan: Plan) -> None:
+    """Give the linear layers that share an input the list of all of them, as a setting of their parts."""
+    for module, part in list(plan.parts.items()):
+        if part.name not in ("attention", "composite", "layer", "gated MLP"):
+            continue
+        for children in siblings_in(module, lambda child: linear.base_linear(child) is not None):
+            siblings = linear.make_siblings(plan.names[module], module, children)
+            for layer in siblings.layers:
+                found = plan.parts[layer]
+                plan.parts[layer] = Part(found.name, found.forward, (siblings,), found.found)
+
+
+def dropouts_of(module: nn.Module, part: Part) -> list[str]:
+    """Return the attributes of a composite that its own code passes to torch's dropout as p."""
+    if part.name not in ("attention", "composite", "layer", "backbone"):
+        return []
+    found = []
+    for node in ast.walk(tree_of(function_of(plain_type(module)))):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("functional.dropout"):
+            for word in node.keywords:
+                if word.arg == "p" and isinstance(word.value, ast.Attribute):
+                    found.append(word.value.attr)
+    return found
+
+
+def check_dropouts(plan: Plan) -> None:
+    """Raise if a model in training drops anything by torch's dropout."""
+    for module, key in plan.dropouts:
+        if module.training and getattr(module, key):
+            name = plan.names[module] or "the model"
+            activations.refuse_dropout(f"{key} of {getattr(module, key)} in training, in {name}")
+
+
+def refuse_unknown(name: str, module: nn.Module, why: str) -> None:
+    """Raise for a module that is no known part."""
+    kind = plain_type(module)
+    raise UnsupportedError(
+        expected=f"modules that are known parts ({KNOWN}), or that only call such modules",
+        received=f"{name or 'the model'} of type {kind.__module__}.{kind.__name__}: {why}",
+        remedy=f"register the class: isobit.parts.register({kind.__name__}, …), as docs/how-to/own-model.md shows; load "
+        f"the model without quantisation and wrappers; if it was replaced later: {AGAIN}; for other modules: {ELSEWHERE}",
+    )
