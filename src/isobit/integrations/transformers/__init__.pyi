@@ -1,3 +1,4 @@
+from isobit.integrations.transformers.adapters import merged_copy as merged_copy
 from isobit.integrations.transformers.coverage import Coverage as Coverage
 from isobit.integrations.transformers.enabling import disable as disable
 from isobit.integrations.transformers.enabling import enable as enable

@@ -10,9 +10,11 @@ from typing import Any, TypeVar
 from torch import nn
 
 from isobit.comparing.checkpoints.rotary_frequencies import warn_of_rounded_frequencies
-from isobit.errors import UnsupportedError
+from isobit.errors import ArgumentError, UnsupportedError
+from isobit.integrations.transformers.adapters import inner_model
 from isobit.integrations.transformers.forwards import OUTER
 from isobit.integrations.transformers.parts.attention import ATTENTION, register_attention
+from isobit.integrations.transformers.parts.lora import MODES
 from isobit.integrations.transformers.parts.meaning import compare_with_stock, score_tokens
 from isobit.integrations.transformers.parts.part import bind
 from isobit.integrations.transformers.parts.recognition import make_plan
@@ -32,7 +34,7 @@ Model = TypeVar("Model", bound=nn.Module)
 _changing = threading.RLock()  # held while forwards are installed or restored
 
 
-def enable(model: Model, *, strict: bool = True) -> Model:
+def enable(model: Model, *, strict: bool = True, adapters: str | None = None) -> Model:
     """Compute a transformers model with isobit's operators, so that a sample's bits do not depend on its batch.
 
     The model is changed in place: parameters, names and the class stay, and each module's forward is replaced.
@@ -46,11 +48,15 @@ def enable(model: Model, *, strict: bool = True) -> Model:
             (`isobit families` lists the types), or with classes that `isobit.parts.register` was called for.
         strict: Also watch the operators of each new kind of call, and raise if a stock operator ran whose result
             depends on the order of addition.
+        adapters: How LoRA of a PEFT model is computed: "beside", as PEFT does, W x + s·B(A x); or "merged", with the
+            weight round(W + s·B A), which a server can be given. W is not written. By default "beside", or as the
+            model is enabled already.
 
     Returns:
         The same model.
 
     Raises:
+        ArgumentError: If `adapters` is neither.
         UnsupportedError: If a module, the head, the mask or the configuration is not known; the message names it.
 
     Example:
@@ -65,7 +71,7 @@ def enable(model: Model, *, strict: bool = True) -> Model:
         True
     """
     with _changing:
-        prepare(model, strict).explicit = True
+        prepare(inner_model(model), strict, adapters).explicit = True
     warn_of_rounded_frequencies(model)
     return model
 
@@ -89,8 +95,9 @@ def disable(model: Model) -> Model:
         >>> isobit.disable(isobit.enable(model)) is model
         True
     """
+    inner = inner_model(model)
     with _changing:
-        uses = find_uses(model)
+        uses = find_uses(inner)
         if uses is not None and uses.scopes:
             raise UnsupportedError(
                 expected="disable outside of `with isobit.enabled(model):`",
@@ -98,17 +105,20 @@ def disable(model: Model) -> Model:
                 remedy="leave the block: it puts back what was before it",
             )
         if uses is not None:
-            release(model, uses, explicit=False)
+            release(inner, uses, explicit=False)
     return model
 
 
 @contextmanager
-def enabled(model: Model, *, strict: bool = True) -> Iterator[Model]:
+def enabled(
+    model: Model, *, strict: bool = True, adapters: str | None = None
+) -> Iterator[Model]:
     """Enable a model for the length of a `with` block; nested blocks and an enabled model are fine.
 
     Args:
         model: As for `isobit.enable`.
         strict: As for `isobit.enable`.
+        adapters: As for `isobit.enable`.
 
     Returns:
         A context manager that enters with the same model.
@@ -121,20 +131,27 @@ def enabled(model: Model, *, strict: bool = True) -> Iterator[Model]:
         >>> with isobit.enabled(model):
         ...     loss = model(ids, labels=ids).loss
     """
+    inner = inner_model(model)
     with _changing:
-        prepare(model, strict).scopes += 1
+        prepare(inner, strict, adapters).scopes += 1
     warn_of_rounded_frequencies(model)
     try:
         yield model
     finally:
         with _changing:
-            uses = find_uses(model)
+            uses = find_uses(inner)
             if uses is not None:  # else the model's state was replaced inside the block
-                release(model, uses, scopes=uses.scopes - 1)
+                release(inner, uses, scopes=uses.scopes - 1)
 
 
-def prepare(model: nn.Module, strict: bool) -> Uses:
+def prepare(model: nn.Module, strict: bool, adapters: str | None = None) -> Uses:
     """Install the forwards if they are not there, and return who uses them."""
+    if adapters not in (None, *MODES):
+        raise ArgumentError(
+            expected=f"adapters= one of {', '.join(MODES)}",
+            received=repr(adapters),
+            remedy='pass adapters="beside", or leave it out',
+        )
     if not isinstance(model, nn.Module):
         refuse_wrapper(model)
     state = find_state(model)
@@ -142,7 +159,7 @@ def prepare(model: nn.Module, strict: bool) -> Uses:
         return owner.backbone_alone
     if state is None:
         refuse_wrapper(model)
-        plan = make_plan(model, OUTER)
+        plan = make_plan(model, OUTER, adapters or MODES[0])
         check_tree(plan.parts, plan.names, plan.inside, installed=False)
         stock = score_tokens(plan) if plan.unshipped else None
         state = State(plan, OUTER, strict)
@@ -153,6 +170,12 @@ def prepare(model: nn.Module, strict: bool) -> Uses:
             except BaseException:
                 restore(model, state)
                 raise
+    elif adapters not in (None, state.plan.adapters):
+        raise UnsupportedError(
+            expected=f"adapters={state.plan.adapters!r}, as the model is enabled",
+            received=f"adapters={adapters!r}",
+            remedy=f"call isobit.disable(model), then isobit.enable(model, adapters={adapters!r})",
+        )
     elif strict:
         state.strictness.wanted = True
     return state.uses

@@ -18,6 +18,7 @@ from isobit.integrations.transformers.package import library
 from isobit.integrations.transformers.parts.attention import check_registered
 from isobit.integrations.transformers.parts.caches import keep_every_key
 from isobit.integrations.transformers.parts.heads import Head
+from isobit.integrations.transformers.parts.lora import active_module, adapter_state
 from isobit.integrations.transformers.parts.recognition import Outer, check_dropouts
 from isobit.integrations.transformers.refusals import refuse, refuse_flushing
 from isobit.integrations.transformers.state import State, find_owner, find_state, require_state
@@ -40,6 +41,7 @@ def run_checked(
     check_registered(state.plan.configs)
     if model.training:
         check_dropouts(state.plan)
+    kind = (*kind, adapter_state(state.plan.wrappers))
     output = state.strictness.run(model, kind, call)
     warn_at_backward(state, model, output)
     return output
@@ -123,7 +125,7 @@ def forward_causal(
         refuse_tied_share(module)
         divisor = require_head(state).divisor(module)
         if scored:
-            loss = loss_of(hidden, module.lm_head, layout, labels, inputs, divisor)
+            loss = loss_of(hidden, active_module(module.lm_head), layout, labels, inputs, divisor)
         else:
             hidden, samples = keep_rows(hidden, layout, logits_to_keep)
             logits = module.lm_head(hidden, samples)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from isobit.errors import UnsupportedError
+from isobit.integrations.transformers.parts.adapter_kinds import check_wrapper, is_peft
 from isobit.ops.arguments import refuse_distributed
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -18,10 +19,7 @@ ELSEWHERE = (
     "isobit.audit(model, inputs), or `isobit audit`, shows for any model what depends on the batch; "
     "docs/how-to/own-model.md builds other architectures from isobit's operators"
 )
-MERGE = (
-    "merge the adapter first: model = peft_model.merge_and_unload(), then isobit.enable(model); "
-    f"while an adapter is trained: {ELSEWHERE}"
-)
+MERGE = "use LoRA over linear layers, or merge it first: isobit.enable(peft_model.merge_and_unload())"
 
 
 def refuse(expected: str, received: str, remedy: str) -> NoReturn:
@@ -31,9 +29,7 @@ def refuse(expected: str, received: str, remedy: str) -> NoReturn:
 
 def is_adapter(module: nn.Module) -> bool:
     """Return whether the module is PEFT's or has LoRA parameters."""
-    return hasattr(module, "lora_A") or any(
-        base.__module__.startswith("peft.") for base in type(module).__mro__
-    )
+    return hasattr(module, "lora_A") or is_peft(module)
 
 
 # ---- the tree, module by module -----------------------------------------------------------------------------
@@ -65,8 +61,10 @@ def check_tree(
 def check_wrapped(name: str, module: nn.Module) -> None:
     """Raise if a module is an adapter's, or has a parametrization."""
     where = f"{name or 'the model'} of type {type(module).__module__}.{type(module).__name__}"
-    if is_adapter(module):
-        refuse("modules without adapters", f"a PEFT adapter: {where}", MERGE)
+    if is_adapter(module) and "_active_adapter" in vars(module):
+        check_wrapper(name, module)
+    elif is_adapter(module):
+        refuse("LoRA over torch.nn.Linear", f"a PEFT adapter that is not computed: {where}", MERGE)
     if hasattr(module, "parametrizations"):
         remedy = "torch.nn.utils.parametrize.remove_parametrizations(module, 'weight')"
         refuse(

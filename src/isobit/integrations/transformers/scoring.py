@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from isobit.errors import ArgumentError, UnsupportedError
+from isobit.integrations.transformers.adapters import inner_model
 from isobit.integrations.transformers.forwards import (
     kind_of,
     layout_of,
@@ -17,6 +18,7 @@ from isobit.integrations.transformers.forwards import (
 )
 from isobit.integrations.transformers.head import entropy_of, keep_of, logprobs_of
 from isobit.integrations.transformers.layout import LAYOUT
+from isobit.integrations.transformers.parts.lora import active_module
 from isobit.integrations.transformers.state import require_state
 from isobit.parallel.tensor.shard import tp_group_of
 from isobit.sampling.support import Truncation
@@ -111,6 +113,7 @@ def score(
     inputs: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
     """Return log-probabilities, and entropies if they are wanted."""
+    model = inner_model(model)
     state = require_state(model)
     if state.head is None:
         raise ArgumentError(
@@ -119,6 +122,7 @@ def score(
             remedy="pass the model that has the language-model head",
         )
     causal: Any = model
+    head = active_module(causal.lm_head)
     targets, temperature, support = asked
     temperature = temperature * require_head(state).divisor(model)
     refuse_split_support(causal, support, want_entropy)
@@ -131,11 +135,11 @@ def score(
     def run() -> tuple[Tensor, Tensor | None]:
         hidden = causal.model(input_ids=input_ids, return_dict=True, **inputs).last_hidden_state
         refuse_tied_share(causal)
-        kept = keep_of(hidden, causal.lm_head, support, temperature)
-        found = logprobs_of(hidden, causal.lm_head, layout, wanted, temperature, kept)
+        kept = keep_of(hidden, head, support, temperature)
+        found = logprobs_of(hidden, head, layout, wanted, temperature, kept)
         if not want_entropy:
             return found, None
-        return found, entropy_of(hidden, causal.lm_head, wanted, temperature, kept)
+        return found, entropy_of(hidden, head, wanted, temperature, kept)
 
     how = ("logprobs", support is not None, want_entropy)
     kind = (*kind_of(model, layout, past, cached), *how)

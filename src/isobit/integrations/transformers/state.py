@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from isobit.errors import UnsupportedError
+from isobit.integrations.transformers.adapters import inner_model
 from isobit.integrations.transformers.parts.heads import Head
 from isobit.integrations.transformers.parts.recognition import Outer, Plan
 from isobit.integrations.transformers.refusals import refuse_wrapper
@@ -60,8 +61,8 @@ class State:
 
 
 def find_state(model: nn.Module) -> State | None:
-    """Return the state of an enabled model, or None."""
-    state: State | None = model.__dict__.get(STATE)
+    """Return the state of an enabled model, or of the enabled model inside of a PEFT model; or None."""
+    state: State | None = inner_model(model).__dict__.get(STATE)
     return state
 
 

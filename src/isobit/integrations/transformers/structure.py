@@ -21,6 +21,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
 from isobit.integrations.transformers.parts.heads import HEAD
+from isobit.integrations.transformers.parts.lora import active_module
 from isobit.integrations.transformers.parts.recognition import Outer, Plan, make_plan
 from isobit.integrations.transformers.refusals import (
     check_tree,
@@ -55,14 +56,14 @@ class Structure:
         """
         known, changed = self._known, False
         if known is None or not known.is_current():
-            plan = make_plan(self.plan.model, self._outer)
+            plan = make_plan(self.plan.model, self._outer, self.plan.adapters)
             check_tree(plan.parts, plan.names, plan.inside, installed=True)
             fresh = Snapshot(plan)
             self.plan = plan
             changed = known is None or fresh.code != known.code or fresh.hooks != known.hooks
             self._known = known = fresh
         model = self.plan.model
-        if not calls_head and is_hooked(getattr(model, HEAD, None)):
+        if not calls_head and is_head_hooked(getattr(model, HEAD, None)):
             refuse_head_hooks()
         if not calls_model and is_hooked(model):
             refuse_model_hooks()
@@ -126,6 +127,11 @@ class Snapshot:
 def is_hooked(module: nn.Module | None) -> bool:
     """Return whether a module has hooks."""
     return module is not None and any(_hooks(vars(module)))
+
+
+def is_head_hooked(head: Any) -> bool:
+    """Return whether a head has hooks, or the copy of it that PEFT calls."""
+    return head is not None and (is_hooked(head) or is_hooked(active_module(head)))
 
 
 def contents(hooks: Iterable[dict[int, Any]]) -> list[list[tuple[int, Any]]]:

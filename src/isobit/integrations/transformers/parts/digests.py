@@ -92,3 +92,5 @@ HEADS: dict[str, tuple[str, str]] = {
     "107ada47601edbb2": ("stablelm.StableLmForCausalLM", "plain"),
     "f095779abe827079": ("cohere.CohereForCausalLM", "multiplied"),
 }
+# PEFT's: the formula of [Note: adapters next to a weight].
+LORA: dict[str, str] = {"fe3eb9f4a0b5f20c": "peft.tuners.lora.layer.Linear"}

@@ -24,6 +24,21 @@ class Siblings:
     def __init__(self, layers: tuple[nn.Linear, ...], groups: int) -> None:
         self.layers, self.groups = layers, groups
 
+    def compute(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return the outputs of all layers."""
+        return share_input(x, self.layers, self.groups)
+
+    def output_of(self, layer: nn.Linear, x: Tensor) -> Tensor:
+        """Return the output of one layer; the first that is called with x computes all of them."""
+        pending = current_layout().pending
+        held = pending.get(self)
+        if held is None or held[0] is not x or layer not in held[1]:
+            held = pending[self] = x, dict(zip(self.layers, self.compute(x), strict=True))
+        found: Tensor = held[1].pop(layer)
+        if not held[1]:
+            del pending[self]
+        return found
+
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, Siblings)
@@ -38,22 +53,20 @@ class Siblings:
 
 def base_linear(module: Any) -> nn.Linear | None:
     """Return the linear layer that a child computes with the composite's own input, or None if it is none."""
+    if is_lora(module):
+        module = module.base_layer
     return module if type(module) is nn.Linear else None
+
+
+def is_lora(module: Any) -> bool:
+    """Return whether this is a linear layer that PEFT wrapped with LoRA."""
+    kind = type(module)
+    return kind.__module__ == "peft.tuners.lora.layer" and kind.__name__ == "Linear"
 
 
 def forward_linear(siblings: Siblings | None, module: nn.Linear, x: Tensor) -> Tensor:
     """Compute a linear layer; with siblings, the first that is called with x computes all of them."""
-    if siblings is None:
-        return alone(module, x)
-    pending = current_layout().pending
-    held = pending.get(siblings)
-    if held is None or held[0] is not x or module not in held[1]:
-        outputs = share_input(x, siblings.layers, siblings.groups)
-        held = pending[siblings] = x, dict(zip(siblings.layers, outputs, strict=True))
-    found: Tensor = held[1].pop(module)
-    if not held[1]:
-        del pending[siblings]
-    return found
+    return alone(module, x) if siblings is None else siblings.output_of(module, x)
 
 
 def alone(module: nn.Linear, x: Tensor) -> Tensor:
@@ -68,7 +81,7 @@ def alone(module: nn.Linear, x: Tensor) -> Tensor:
 def share_input(x: Tensor, layers: tuple[nn.Linear, ...], groups: int) -> tuple[Tensor, ...]:
     """Compute linear layers that share x as one operator, because dX is one sum; `groups` are of the unsplit layers."""
     weights = tuple(layer.weight for layer in layers)
-    # All or none: `make_siblings` raises otherwise.
+    # All or none: `find_layers` raises otherwise.
     biases = None if layers[0].bias is None else tuple(layer.bias for layer in layers)
     samples, tp_group = current_layout().samples, tp_group_of(layers[0])
     if tp_group is not None:
@@ -91,8 +104,10 @@ def wants_gradient(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
-def make_siblings(name: str, parent: Any, children: tuple[str, ...]) -> Siblings:
-    """Return the siblings of a composite, with the groups of their common dX."""
+def find_layers(
+    name: str, parent: Any, children: tuple[str, ...]
+) -> tuple[tuple[nn.Linear, ...], int]:
+    """Return the layers of a composite that share an input, and the groups of their common dX."""
     layers = []
     for child in children:
         layer = base_linear(getattr(parent, child))
@@ -104,7 +119,7 @@ def make_siblings(name: str, parent: Any, children: tuple[str, ...]) -> Siblings
             received=f"on some, in {name}",
             remedy="add biases of zeros",
         )
-    return Siblings(tuple(layers), count_groups(parent, children, layers))
+    return tuple(layers), count_groups(parent, children, layers)
 
 
 def count_groups(parent: Any, children: tuple[str, ...], layers: list[nn.Linear]) -> int:

@@ -15,12 +15,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from isobit.errors import UnsupportedError
 from isobit.integrations.transformers.dropout import drop_by_layout
 from isobit.integrations.transformers.layout import current_layout
+from isobit.integrations.transformers.parts.adapter_kinds import check_call, refuse_variant
 from isobit.integrations.transformers.parts.linear import Siblings, alone, share_input
 from isobit.integrations.transformers.residual import fork
 from isobit.ops.linear.group import linear_group
@@ -145,9 +145,7 @@ def compute_merged(
         MergedLayer(layer.weight, layer.bias, tuple(adapter.weights for adapter in adapters))
         for layer, adapters in zip(siblings.layers, live, strict=True)
     ]
-    return merged_linear_group(
-        x, layers, groups=siblings.groups, samples=current_layout().samples
-    )
+    return merged_linear_group(x, layers, groups=siblings.groups, samples=current_layout().samples)
 
 
 # ---- live state ---------------------------------------------------------------------------------------------
@@ -178,7 +176,7 @@ def live_adapters(wrapper: Any, name: str) -> Iterator[LiveAdapter]:
         yield LiveAdapter(weights, share, f"{name}.{adapter}")
 
 
-def adapter_state(model: nn.Module) -> tuple[Any, ...]:
+def adapter_state(wrappers: Sequence[Any]) -> tuple[Any, ...]:
     """Return what decides which adapters a call computes, and how: a part of its kind."""
     return tuple(
         (
@@ -187,8 +185,7 @@ def adapter_state(model: nn.Module) -> tuple[Any, ...]:
             tuple(module.merged_adapters),
             tuple(getattr(module, "scaling", {}).items()),
         )
-        for module in model.modules()
-        if is_tuner_layer(module)
+        for module in wrappers
     )
 
 
@@ -206,61 +203,7 @@ def active_module(module: Any) -> Any:
     return module.modules_to_save[module.active_adapters[0]]
 
 
-# ---- what is not computed -----------------------------------------------------------------------------------
-
-PLAIN = "a plain LoraConfig: LoRA, rsLoRA, several adapters, lora_bias, modules_to_save"
-UNLOAD = "or merge the adapter and enable the result: isobit.enable(peft_model.merge_and_unload())"
-
-
-def is_peft(module: nn.Module) -> bool:
-    """Return whether a module's class, or one that it inherits from, is PEFT's."""
-    return any(kind.__module__.startswith("peft.") for kind in type(module).__mro__)
-
-
-def check_call(given: tuple[Any, ...], named: dict[str, Any]) -> None:
-    """Raise for arguments by which PEFT chooses adapters per row."""
-    asked = [key for key, value in named.items() if value is not None]
-    if given or asked:
-        raise UnsupportedError(
-            expected="the same adapters for all samples of a call",
-            received=f"{', '.join(asked) or 'arguments'} of a PEFT model",
-            remedy="call the model once for each adapter, after peft_model.set_adapter(name)",
-        )
-
-
-def check_wrapper(name: str, module: Any) -> None:
-    """Raise unless a layer of PEFT is plain LoRA over torch.nn.Linear, or a module to save."""
-    kind = type(module)
-    shown = f"{name} of type {kind.__module__}.{kind.__name__}"
-    if kind.__name__ == "ModulesToSaveWrapper":
-        return
-    if kind.__name__ == "ParamWrapper":
-        received = f"target_parameters: {shown}"
-        remedy = f"name the modules instead, target_modules=[…]; {UNLOAD}"
-    elif kind.__module__ != "peft.tuners.lora.layer" or kind.__name__ not in ("Linear", "Embedding"):
-        received, remedy = shown, f"use {PLAIN}; {UNLOAD}"
-    elif kind.__name__ == "Embedding":
-        received = f"LoRA of an embedding: {shown}"
-        remedy = f"leave it out of target_modules, or name it in modules_to_save; {UNLOAD}"
-    elif type(module.base_layer) is not nn.Linear:
-        base = type(module.base_layer)
-        received = f"a base of type {base.__module__}.{base.__name__} (QLoRA or another wrapper): {name}"
-        remedy = "load the model without quantisation, from_pretrained(…, dtype=torch.bfloat16)"
-    elif module.fan_in_fan_out:
-        received, remedy = f"fan_in_fan_out=True: {name}", "set it to False: nn.Linear is [out, in]"
-    else:
-        for variant in module.lora_variant.values():
-            refuse_variant(name, variant)
-        return
-    raise UnsupportedError(
-        expected="LoRA over torch.nn.Linear", received=f"a PEFT adapter that is not computed: {received}", remedy=remedy
-    )
-
-
-def refuse_variant(name: str, variant: Any) -> None:
-    """Raise for DoRA, aLoRA and other variants, which compute another formula."""
-    raise UnsupportedError(
-        expected="LoRA over torch.nn.Linear",
-        received=f"a PEFT adapter that is not computed: the variant {type(variant).__name__} at {name}",
-        remedy=f"use {PLAIN}, without use_dora and the like; {UNLOAD}",
-    )
+def plain_name(name: str) -> str:
+    """Return the name that a module to save, or its original, has in the model without PEFT."""
+    head, found, _ = name.partition(".modules_to_save.")
+    return head if found else name.removesuffix(".original_module")

@@ -6,7 +6,7 @@ See [Note: parts] in this package.
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -19,6 +19,7 @@ from isobit.integrations.transformers.parts import (
     embedding,
     gated_mlp,
     linear,
+    lora,
     norms,
     rotary,
 )
@@ -27,6 +28,7 @@ from isobit.integrations.transformers.parts.digests import (
     ELEMENTWISE,
     EMBEDDINGS,
     GATED_MLPS,
+    LORA,
     NORMS,
     ROTARY_EMBEDDINGS,
 )
@@ -64,6 +66,8 @@ class Plan:
     parts: dict[nn.Module, Part] = field(default_factory=dict)
     inside: set[nn.Module] = field(default_factory=set)  # computed by another part, and never called
     dropouts: list[tuple[nn.Module, str]] = field(default_factory=list)
+    adapters: str = lora.MODES[0]  # how LoRA is computed: next to the weights, or merged into them
+    wrappers: list[Any] = field(default_factory=list)  # modules of PEFT, whose state each call reads
 
     @property
     def unshipped(self) -> list[str]:
@@ -96,22 +100,39 @@ class Outer:
     logits: Forward
 
 
-def make_plan(model: nn.Module, outer: Outer) -> Plan:
-    """Recognise every module of a model, or raise an error that names the first that is not known."""
+def make_plan(model: nn.Module, outer: Outer, adapters: str = lora.MODES[0]) -> Plan:
+    """Recognise every module of a model, or raise an error that names the first that is not known.
+
+    Args:
+        model: The model.
+        outer: The functions that compute it as a whole.
+        adapters: How LoRA is computed: "beside" or "merged".
+    """
     library()  # the version is checked before anything of it is read
     head = find_head(model)
     backbone = model if head is None else getattr(model, BACKBONE)
-    plan = Plan(model, backbone, head)
+    plan = Plan(model, backbone, head, adapters=adapters)
     check_config(getattr(model, "config", None))
+    of_lora: set[nn.Module] = set()
     for name, module in model.named_modules():
-        check_wrapped(name, module)
         plan.names[module] = name
+        if module in of_lora:  # read by the part of the layer that holds it
+            plan.parts[module] = Part("inside of LoRA", None)
+            continue
+        check_wrapped(name, module)
+        if lora.is_tuner_layer(module):
+            plan.wrappers.append(module)
         if module is backbone:
             part = find_backbone(module, outer.backbone)
         elif module is model:
             assert head is not None
             part = Part("head", outer.causal, (), f"{head.kind}: {head.found}")
-        elif head is not None and name == HEAD:
+        elif linear.is_lora(module):
+            part = find_lora(name, module, head)
+            of_lora |= set(module.modules()) - {module}
+        elif lora.is_tuner_layer(module):
+            part = Part("module to save", None, (), "peft.utils.other")
+        elif head is not None and lora.plain_name(name) == HEAD:
             check_logits(module)
             part = Part("logits", outer.logits, (), "torch.nn.Linear")
         else:
@@ -119,6 +140,7 @@ def make_plan(model: nn.Module, outer: Outer) -> Plan:
         plan.parts[module] = part
         plan.inside |= {getattr(module, child) for child in part.inside}
         plan.dropouts += [(module, key) for key in dropouts_of(module, part)]
+    plan.inside |= of_lora
     join_siblings(plan)
     return plan
 
@@ -127,6 +149,19 @@ def check_config(config: Any) -> None:
     """Raise on options that change what a model computes and are not seen in its modules."""
     if getattr(config, "pretraining_tp", 1) > 1:
         refuse("whole products", f"pretraining_tp={config.pretraining_tp}", "set it to 1")
+
+
+def find_lora(name: str, module: Any, head: Head | None) -> Part:
+    """Return how a linear layer with LoRA is computed; its siblings are added later."""
+    if head is not None and lora.plain_name(name) == HEAD:
+        refuse(
+            "a language-model head without LoRA: log-probabilities read its weight in fp32",
+            f"LoRA on {name}",
+            "leave it out of target_modules; modules_to_save=['lm_head'] trains a copy of it",
+        )
+    digest = digest_of_class(type(module))
+    where, shipped = f"source of {LORA.get(digest, 'PEFT')}", digest in LORA
+    return Part("LoRA", lora.forward_lora, (), where, shipped)
 
 
 def check_logits(module: nn.Module) -> None:
@@ -271,10 +306,26 @@ def join_siblings(plan: Plan) -> None:
         if part.name not in ("attention", "composite", "layer", "gated MLP"):
             continue
         for children in siblings_in(module, lambda child: linear.base_linear(child) is not None):
-            siblings = linear.make_siblings(plan.names[module], module, children)
-            for layer in siblings.layers:
-                found = plan.parts[layer]
-                plan.parts[layer] = Part(found.name, found.forward, (siblings,), found.found)
+            layers, groups = linear.find_layers(plan.names[module], module, children)
+            called = [getattr(module, child) for child in children]
+            give_siblings(plan, layers, groups, called)
+    for module, part in list(plan.parts.items()):
+        if part.forward is lora.forward_lora and not part.settings:
+            layer: Any = module.base_layer
+            give_siblings(plan, (layer,), 1, [module])
+
+
+def give_siblings(
+    plan: Plan, layers: tuple[nn.Linear, ...], groups: int, called: list[nn.Module]
+) -> None:
+    """Put the list of layers that share an input into the parts of the modules that are called for them."""
+    siblings = linear.Siblings(layers, groups)
+    if any(linear.is_lora(module) for module in called):
+        wrappers = tuple(module if linear.is_lora(module) else None for module in called)
+        names = tuple(plan.names[module] for module in called)
+        siblings = lora.AdaptedSiblings(layers, groups, wrappers, names, plan.adapters)
+    for module in called:
+        plan.parts[module] = replace(plan.parts[module], settings=(siblings,))
 
 
 def dropouts_of(module: nn.Module, part: Part) -> list[str]:

@@ -1,0 +1,73 @@
+"""Which modules of PEFT are computed; the others raise an error that names them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from isobit.errors import UnsupportedError
+
+PLAIN = "a plain LoraConfig: LoRA, rsLoRA, several adapters, lora_bias, modules_to_save"
+UNLOAD = "or merge the adapter and enable the result: isobit.enable(peft_model.merge_and_unload())"
+
+
+def is_peft(module: nn.Module) -> bool:
+    """Return whether a module's class, or one that it inherits from, is PEFT's."""
+    return any(kind.__module__.startswith("peft.") for kind in type(module).__mro__)
+
+
+def check_call(given: tuple[Any, ...], named: dict[str, Any]) -> None:
+    """Raise for arguments by which PEFT chooses adapters per row."""
+    asked = [key for key, value in named.items() if value is not None]
+    if given or asked:
+        raise UnsupportedError(
+            expected="the same adapters for all samples of a call",
+            received=f"{', '.join(asked) or 'arguments'} of a PEFT model",
+            remedy="call the model once for each adapter, after peft_model.set_adapter(name)",
+        )
+
+
+def check_wrapper(name: str, module: Any) -> None:
+    """Raise unless a layer of PEFT is plain LoRA over torch.nn.Linear, or a module to save."""
+    kind = type(module)
+    shown = f"{name} of type {kind.__module__}.{kind.__name__}"
+    if kind.__name__ == "ModulesToSaveWrapper":
+        return
+    if kind.__name__ == "ParamWrapper":
+        received = f"target_parameters: {shown}"
+        remedy = f"name the modules instead, target_modules=[…]; {UNLOAD}"
+    elif kind.__module__ != "peft.tuners.lora.layer" or kind.__name__ not in (
+        "Linear",
+        "Embedding",
+    ):
+        received, remedy = shown, f"use {PLAIN}; {UNLOAD}"
+    elif kind.__name__ == "Embedding":
+        received = f"LoRA of an embedding: {shown}"
+        remedy = f"leave it out of target_modules, or name it in modules_to_save; {UNLOAD}"
+    elif type(module.base_layer) is not nn.Linear:
+        base = type(module.base_layer)
+        received = (
+            f"a base of type {base.__module__}.{base.__name__} (QLoRA or another wrapper): {name}"
+        )
+        remedy = "load the model without quantisation, from_pretrained(…, dtype=torch.bfloat16)"
+    elif module.fan_in_fan_out:
+        received, remedy = f"fan_in_fan_out=True: {name}", "set it to False: nn.Linear is [out, in]"
+    else:
+        for variant in module.lora_variant.values():
+            refuse_variant(name, variant)
+        return
+    raise UnsupportedError(
+        expected="LoRA over torch.nn.Linear",
+        received=f"a PEFT adapter that is not computed: {received}",
+        remedy=remedy,
+    )
+
+
+def refuse_variant(name: str, variant: Any) -> None:
+    """Raise for DoRA, aLoRA and other variants, which compute another formula."""
+    raise UnsupportedError(
+        expected="LoRA over torch.nn.Linear",
+        received=f"a PEFT adapter that is not computed: the variant {type(variant).__name__} at {name}",
+        remedy=f"use {PLAIN}, without use_dora and the like; {UNLOAD}",
+    )
