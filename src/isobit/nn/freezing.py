@@ -113,7 +113,7 @@ def freeze(module: torch.nn.Module) -> Frozen:
         ...     torch.equal(layer(x), before)
         True
     """
-    is_enabled = ENABLED in module.__dict__
+    is_enabled = any(ENABLED in part.__dict__ for part in module.modules())  # it may be wrapped
     kind = torch.nn.Linear if is_enabled else Linear
     layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, kind)}
     if not layers:
