@@ -1,6 +1,7 @@
 """Train a small model by transformers' Trainer and print the digest of its weights: one layout of one global batch.
 
-Run: torchrun --nproc-per-node RANKS trainer_worker.py KIND SIZE ACCUMULATION, with KIND ordered or stock.
+Run: torchrun --nproc-per-node RANKS trainer_worker.py KIND SIZE ACCUMULATION, with KIND ordered or stock; or with LoRA,
+a name of LORA below.
 """
 
 import copy
@@ -8,6 +9,7 @@ import sys
 import tempfile
 import warnings
 
+import peft
 import torch
 import torch.distributed as dist
 from transformers import Trainer, TrainingArguments
@@ -18,6 +20,11 @@ from isobit.gates.model.models import build_model
 from isobit.integrations.transformers import OrderedTrainer
 
 SAMPLES, STEPS, WIDTH = 24, 3, 14
+LORA = {
+    "lora": ("ordered", {"lora": {"lora_dropout": 0.1}}),
+    "merged": ("ordered", {"lora": {}, "mode": "merged"}),
+    "stock-lora": ("stock", {"lora": {"lora_dropout": 0.1}}),
+}
 
 
 class Samples(torch.utils.data.Dataset):
@@ -45,11 +52,18 @@ def collate(samples):
     }
 
 
-def train(kind, size, accumulation, dtype=torch.bfloat16, **options):
-    """Return the digest of the weights after three steps, and the loss that was logged."""
+def train(kind, size, accumulation, dtype=torch.bfloat16, lora=None, mode="beside", **options):
+    """Return the digest of the weights after three steps, and the loss that was logged.
+
+    `lora` are options of peft.LoraConfig.
+    """
     model = copy.deepcopy(build_model("qwen3-tiny", dtype)).train()
+    if lora is not None:
+        torch.manual_seed(0)
+        asked = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False, **lora}
+        model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **asked))
     if kind == "ordered":
-        isobit.enable(model)
+        isobit.enable(model, adapters=mode if lora is not None else None)
     asked = {
         "per_device_train_batch_size": size,
         "gradient_accumulation_steps": accumulation,
@@ -78,7 +92,10 @@ def train(kind, size, accumulation, dtype=torch.bfloat16, **options):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     kind, size, accumulation = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    digest, losses, norms = train(kind, size, accumulation)
+    if kind in LORA:
+        digest, losses, norms = train(*LORA[kind][:1], size, accumulation, **LORA[kind][1])
+    else:
+        digest, losses, norms = train(kind, size, accumulation)
     if not dist.is_initialized() or dist.get_rank() == 0:
         print("digest", digest, losses, norms, flush=True)
     if dist.is_initialized():

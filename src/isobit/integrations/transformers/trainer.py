@@ -25,6 +25,7 @@ from isobit.parallel.data.global_batch import GlobalBatch
 from isobit.parallel.data.grad_norm import clip_grad_norm_
 from isobit.parallel.data.gradients import Gradients
 from isobit.parallel.data.sampler import GlobalBatchSampler
+from isobit.sampling.dropout import dropout_key
 
 # Written last into a checkpoint folder. transformers writes the other files one after another, and resumes without
 # a word from a folder that has weights and no optimizer.
@@ -139,7 +140,9 @@ class OrderedTrainer(Trainer):
         if self._gradients is None:
             self._gradients = Gradients(model, batch)
         micro, self._micro = self._micro, 0
-        with self._gradients.micro_batch(micro):
+        # Masks of dropout belong to a sample of a step, wherever it is computed, and also after a resumption.
+        key = dropout_key(self.args.seed, self.state.global_step)
+        with self._gradients.micro_batch(micro), key:
             loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
         self._micro = (micro + 1) % batch.micro_batches
         return loss * batch.ranks  # for the log, which takes the mean over ranks

@@ -24,7 +24,8 @@ def check_call(given: tuple[Any, ...], named: dict[str, Any]) -> None:
         raise UnsupportedError(
             expected="the same adapters for all samples of a call",
             received=f"{', '.join(asked) or 'arguments'} of a PEFT model",
-            remedy="call the model once for each adapter, after peft_model.set_adapter(name)",
+            remedy="call the model once for each adapter, after peft_model.set_adapter(name); PEFT leaves its hooks on "
+            "the layers after an error, so load the model again",
         )
 
 
