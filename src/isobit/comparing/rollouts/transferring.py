@@ -21,7 +21,7 @@ from isobit.comparing.checkpoints.weight_digests import (
 )
 from isobit.comparing.rollouts.checking import refused
 from isobit.comparing.rollouts.serving import LARGEST, served_weights
-from isobit.errors import ServerError
+from isobit.errors import ArgumentError, ServerError
 from isobit.foundation.http_json import Server
 
 STARTED_WITH = """--weight-transfer-config '{"backend": "isobit"}'"""
@@ -53,12 +53,14 @@ def send_weights(
         The comparison of the served weights with those sent; equal, unless something else writes to them.
 
     Raises:
+        ArgumentError: If the model has adapters, which a server of plain weights does not have.
         ServerError: If the server cannot be reached or refuses; a tensor that it did not read as it was sent is named.
             The weights that it had are still served.
 
     Example:
         >>> isobit.rollout.send_weights("http://localhost:8000", model, "/shared/step")  # doctest: +SKIP
     """
+    refuse_adapters(model)
     sent = digest_weights(model, dtype=dtype or model.dtype)
     model.save_pretrained(folder)
     server = Server(address, key, timeout, largest)
@@ -71,6 +73,18 @@ def send_weights(
     finally:
         ask(server, "/resume")
     return compare_weights(served_weights(address, key=key, timeout=timeout, largest=largest), sent)
+
+
+def refuse_adapters(model: Any) -> None:
+    """Raise for a model with PEFT adapters, of which save_pretrained would save the adapters alone."""
+    modules = model.modules() if hasattr(model, "modules") else ()
+    if any(type(module).__module__.startswith("peft.") for module in modules):
+        raise ArgumentError(
+            expected="a plain model, whose weights a server can serve",
+            received=f"{type(model).__name__} with PEFT adapters",
+            remedy="send isobit.integrations.transformers.merged_copy(model), and train with "
+            'isobit.enable(model, adapters="merged")',
+        )
 
 
 def ask(server: Server, path: str, body: object = ()) -> None:

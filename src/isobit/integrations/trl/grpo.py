@@ -21,12 +21,14 @@ from torch import Tensor
 
 from isobit.bits import as_integers
 from isobit.errors import UnsupportedError
+from isobit.integrations.transformers.parts.lora import adapter_state
 from isobit.integrations.transformers.scoring import logprobs, logprobs_and_entropy
 from isobit.integrations.transformers.state import require_state
 from isobit.integrations.trl.recorded_sampling import RecordedSampling
 from isobit.integrations.trl.refusals import (
     refuse_engines,
     refuse_images,
+    refuse_later_adapters,
     refuse_policies,
     refuse_stock_vllm,
 )
@@ -70,6 +72,7 @@ class OrderedGRPO:
     def __init__(self, *given: Any, rollouts: Rollouts | None = None, **named: Any) -> None:
         """Create TRL's trainer, and check what it was asked for."""
         refuse_stock_vllm(named.get("args", given[2] if len(given) > 2 else None))
+        refuse_later_adapters(named.get("peft_config"))
         super().__init__(*given, **named)
         require_state(self.accelerator.unwrap_model(self.model))
         refuse_policies(self.args)
@@ -78,6 +81,7 @@ class OrderedGRPO:
             refuse_engines(self.accelerator)
         self.rollout_logprobs: dict[tuple[int, ...], Tensor] = {}
         self._rollout_step, self._requests = -1, 0
+        self._rollout_adapters: tuple[Any, ...] = ()
         self.compared = self.differ = 0
 
     # ---- rollout ------------------------------------------------------------------------------------------
@@ -89,12 +93,17 @@ class OrderedGRPO:
         if is_new_step:
             self.rollout_logprobs.clear()
         self._rollout_step = self.state.global_step
+        self._rollout_adapters = self._adapters(model)
         if self.rollouts is not None:
             if is_new_step:
                 self.rollouts.update_weights(model)
             return self._generate_by_vllm(self.rollouts, *given, **named)
         with replaced_generate(model, self._generate_keyed):
             return super()._generate_single_turn(*given, **named)  # type: ignore[misc]
+
+    def _adapters(self, model: Any) -> tuple[Any, ...]:
+        """Return the state of a model's adapters: another one, as of a reference policy, is another policy."""
+        return adapter_state(require_state(model).plan.wrappers)
 
     def _next_requests(self, count: int) -> range:
         """Return the numbers of the next requests, which no other draw of the run has."""
@@ -183,7 +192,8 @@ class OrderedGRPO:
         entropies = (
             torch.cat([two for _, two in rows if two is not None]) if compute_entropy else None
         )
-        if plain is self.accelerator.unwrap_model(self.model):
+        is_policy = plain is self.accelerator.unwrap_model(self.model)
+        if is_policy and self._adapters(plain) == self._rollout_adapters:
             self._check(found.detach(), input_ids, attention_mask)
         return found, entropies, None
 

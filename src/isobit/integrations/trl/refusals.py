@@ -38,6 +38,16 @@ def refuse_stock_vllm(args: Any) -> None:
         )
 
 
+def refuse_later_adapters(config: Any) -> None:
+    """Raise where TRL would wrap the model after it was enabled."""
+    if config is not None:
+        raise UnsupportedError(
+            expected="a model that has its adapters when it is enabled",
+            received=f"peft_config={type(config).__name__}, which TRL applies to the enabled model",
+            remedy="model = peft.get_peft_model(model, peft_config); isobit.enable(model); pass it without peft_config",
+        )
+
+
 def refuse_engines(accelerator: Any) -> None:
     """Raise where vLLM would compute another model than the one that is scored."""
     ranks, mixed = accelerator.num_processes, accelerator.mixed_precision

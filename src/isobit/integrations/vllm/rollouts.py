@@ -16,8 +16,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from torch import nn
+
 from isobit.errors import ArgumentError, UnsupportedError
+from isobit.integrations.transformers.adapters import merged_copy
 from isobit.integrations.transformers.package import without_bars
+from isobit.integrations.transformers.parts.lora import is_tuner_layer
+from isobit.integrations.transformers.state import find_state
 
 ENGINES = ("isobit", "stock")
 SAID = 3000  # characters of the process's messages that an error shows
@@ -67,6 +72,7 @@ class Rollouts:
                 remedy="run ./setup_vllm and pass .venv-vllm/bin/python",
             )
         refuse_rounded_angles(model)
+        refuse_beside(model)
         self.engine = engine
         self._folder = tempfile.TemporaryDirectory(prefix="isobit-rollouts-")
         self._weights = str(Path(self._folder.name) / "weights")
@@ -155,7 +161,7 @@ class Rollouts:
 
     def _save(self, model: Any) -> None:
         with without_bars():
-            model.save_pretrained(self._weights)
+            served_model(model).save_pretrained(self._weights)
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
@@ -183,6 +189,28 @@ class Rollouts:
             received=f"{received}\n{said}".strip(),
             remedy="see the message of vLLM above; start a new Rollouts after an error",
         ) from cause
+
+
+def served_model(model: Any) -> Any:
+    """Return the model whose weights vLLM is given: of one with LoRA, a plain copy with merged weights."""
+    refuse_beside(model)
+    return merged_copy(model) if has_adapters(model) else model
+
+
+def has_adapters(model: Any) -> bool:
+    """Return whether a model has layers of PEFT."""
+    return isinstance(model, nn.Module) and any(map(is_tuner_layer, model.modules()))
+
+
+def refuse_beside(model: Any) -> None:
+    """Raise if the trainer computes adapters next to the weights: the server would be another function."""
+    state = find_state(model) if has_adapters(model) else None
+    if state is not None and state.plan.adapters != "merged":
+        raise UnsupportedError(
+            expected="a model whose adapters are computed as vLLM serves them: merged into the weights",
+            received="one with adapters next to the weights, whose log-probabilities differ by their rounding",
+            remedy='call isobit.disable(model), then isobit.enable(model, adapters="merged")',
+        )
 
 
 def say(line: str) -> None:
