@@ -9,6 +9,7 @@ from isobit import ops as ops
 from isobit import optim as optim
 from isobit import order as order
 from isobit import parallel as parallel
+from isobit import parts as parts
 from isobit import reveal as reveal
 from isobit import rollout as rollout
 from isobit import sampling as sampling

@@ -15,6 +15,9 @@ from isobit.gates.model.models import build_model
 IDS = torch.arange(24).reshape(2, 12) % 128
 FIRST = "model.layers.0"
 O, DOWN = f"{FIRST}.self_attn.o_proj", f"{FIRST}.mlp.down_proj"
+SHARED = [f"{FIRST}.self_attn.{c}_proj" for c in "qkv"] + [
+    f"{FIRST}.mlp.{c}_proj" for c in ("gate", "up")
+]
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +35,8 @@ def nothing(*_):
 
 
 @pytest.mark.parametrize(
-    "path", [O, DOWN, FIRST, f"{FIRST}.self_attn.q_norm", "model.norm", "model", "lm_head"]
+    "path",
+    [*SHARED, O, DOWN, FIRST, f"{FIRST}.self_attn.q_norm", "model.norm", "model", "lm_head"],
 )
 def test_a_hook_of_a_called_module_runs(model, path):
     isobit.enable(model)
@@ -42,6 +46,45 @@ def test_a_hook_of_a_called_module_runs(model, path):
     assert bits.equal(model(IDS).logits, expected)
     assert ran == [path]
     hook.remove()
+
+
+@pytest.mark.parametrize("path", SHARED)
+def test_a_hook_before_a_linear_that_shares_its_input_changes_its_own_input_only(model, path):
+    """The others are computed again with the input that they have."""
+    isobit.enable(model)
+    layer = model.get_submodule(path)
+    seen = {}
+    hooks = [
+        model.get_submodule(other).register_forward_hook(
+            lambda _, __, output, other=other: seen.__setitem__(other, output.detach())
+        )
+        for other in SHARED
+        if other.rpartition(".")[0] == path.rpartition(".")[0]
+    ]
+    model(IDS)
+    plain = dict(seen)
+    hooks.append(layer.register_forward_pre_hook(lambda _, given: (given[0] * 2.0,)))
+    model(IDS)
+    for other, output in seen.items():
+        wanted = plain[other] * 2.0 if other == path else plain[other]
+        assert bits.equal(output, wanted), (
+            other
+        )  # there is no bias: twice the input is twice the sum
+    for hook in hooks:
+        hook.remove()
+
+
+@pytest.mark.parametrize("path", SHARED)
+def test_gradients_are_those_of_stock_with_a_backward_hook_on_a_shared_linear(model, path):
+    stock = copy.deepcopy(model)
+    stock(IDS, labels=IDS).loss.backward()
+    isobit.enable(model, strict=False)  # strict mode watches no backward hooks, and raises for them
+    seen = []
+    model.get_submodule(path).register_full_backward_hook(lambda *_: seen.append(path))
+    model(IDS, labels=IDS).loss.backward()
+    assert seen == [path]
+    for (name, mine), theirs in zip(model.named_parameters(), stock.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, atol=1e-5, rtol=1e-4, msg=name)
 
 
 def stock_mean(_, __, output):

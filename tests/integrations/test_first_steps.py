@@ -50,19 +50,21 @@ def test_the_range_is_the_package_s_own():
     assert '"transformers>=5.22,<6"' in text
 
 
-def test_other_families_are_named_as_such():
+def test_unknown_parts_are_named_as_such():
     sizes = {**TINY, "num_hidden_layers": 1}
-    others = [
-        transformers.MistralForCausalLM(transformers.MistralConfig(**sizes, head_dim=16)),
-        transformers.Qwen3ForSequenceClassification(transformers.Qwen3Config(**sizes, head_dim=16)),
-        nn.Linear(2, 2),
-    ]
-    for other in others:
-        with pytest.raises(
-            UnsupportedError, match=r"(?s)supported architecture.*Qwen3ForCausalLM.*Llama"
-        ) as refused:
+    others = {
+        "Qwen3ForSequenceClassification": transformers.Qwen3ForSequenceClassification(
+            transformers.Qwen3Config(**sizes, head_dim=16)
+        ),
+        "MixtralSparseMoeBlock": transformers.MixtralForCausalLM(
+            transformers.MixtralConfig(**sizes, head_dim=16)
+        ),
+        "Linear": nn.Linear(2, 2),
+    }
+    for name, other in others.items():
+        with pytest.raises(UnsupportedError, match=rf"(?s)received: \S.*{name}") as refused:
             isobit.enable(other)
-        assert "wrapper" not in str(refused.value)
+        assert "a wrapper" not in str(refused.value)
 
 
 def test_wrappers_are_named_as_such():

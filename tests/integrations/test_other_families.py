@@ -11,9 +11,7 @@ SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidd
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 FAMILIES = {
-    "Mistral": {},
-    "Gemma": {},
-    "Phi3": {"pad_token_id": 0},
+    "Cohere": {"pad_token_id": 0},
     "Qwen3Moe": EXPERTS,
     "Mixtral": {"num_local_experts": 4},
 }

@@ -19,6 +19,7 @@ NAMESPACES = (
     "isobit.nn",
     "isobit.optim",
     "isobit.order",
+    "isobit.parts",
     "isobit.profiling",
     "isobit.reveal",
     "isobit.reveal.targets",

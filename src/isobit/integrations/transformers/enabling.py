@@ -16,7 +16,6 @@ from isobit.integrations.transformers.forwards import OUTER
 from isobit.integrations.transformers.parts.attention import ATTENTION, register_attention
 from isobit.integrations.transformers.parts.lora import MODES
 from isobit.integrations.transformers.parts.meaning import compare_with_stock, score_tokens
-from isobit.integrations.transformers.parts.part import bind
 from isobit.integrations.transformers.parts.recognition import make_plan
 from isobit.integrations.transformers.parts.rotary import ANGLES
 from isobit.integrations.transformers.refusals import check_tree, refuse_wrapper

@@ -17,7 +17,6 @@ from isobit.ops.logprob.op import IGNORED
 from isobit.ops.share import share_in_force
 from isobit.order.samples import Samples
 
-
 LAYOUT = "isobit_layout"  # the keyword that takes a layout through transformers' own forwards
 
 

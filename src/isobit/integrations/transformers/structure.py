@@ -1,12 +1,13 @@
 """Check at every call that the modules of an enabled model are those that `enable` prepared.
 
 [Note: what a call looks at] A gated MLP computes its activation itself and never calls that module: a hook put on it
-later would have no effect. An adapter or a layer put in the place of another would compute in its own order. So each call gathers what decides which code runs: the type of each module,
-its installed forward, its children, its hooks, the types of its parameters, the number of its attributes, the forwards
-of their classes, and torch's global hooks. The gathering is a few `map`s over lists made once, without a line of Python
-per module, and the lists are compared with those of the last call that was accepted. Only where they differ are the
-modules inspected one by one (refusals.py), and strict mode then watches the operators of each kind of call anew.
-Hooks of modules that are called run; these are gathered only after torch made a handle of some hook, which it counts.
+later would have no effect. An adapter or a layer put in the place of another would compute in its own order. So each
+call gathers what decides which code runs: the type of each module, its installed forward, its children, its hooks, the
+types of its parameters, the number of its attributes, the forwards of their classes, and torch's global hooks. The
+gathering is a few `map`s over lists made once, without a line of Python per module, and the lists are compared with
+those of the last call that was accepted. Only where they differ are the modules recognised anew and inspected one by
+one (refusals.py), and strict mode then watches the operators of each kind of call anew. Hooks of modules that are
+called run; these are gathered only after torch made a handle of some hook, which it counts.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ _hooks = itemgetter(
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 )
 _class_forward = attrgetter("forward")
+
 
 class Structure:
     """The module tree of one enabled model, as it was when it was last accepted."""

@@ -2,18 +2,18 @@
 
 [Note: parts] A part is a kind of module that sums, together with its formula: a linear layer, an embedding, a norm, a
 rotary table, an activation, a gated MLP, attention, a head. `enable` recognises parts and not model families.
-Everything else (attention blocks, decoder layers, the model) is a composite: it calls parts and moves data, and runs the
-code that its authors wrote. Strict mode checks that composites add nothing in an order of their own.
+Everything else (attention blocks, decoder layers, the model) is a composite: it calls parts and moves data, and runs
+the code that its authors wrote. Strict mode checks that composites add nothing in an order of their own.
 
 **The interface.** A file of this package has the forward functions of one part, over isobit's operators. A function is
 `forward(*settings, module, *inputs)` at module level, so that it is copied and pickled with the model. `part.Part` is
-the record of what was recognised: a name, the function, its settings and where it was recognised. `recognition.find_part`
-returns it for a module, or raises an error that names the module. A part may read the layout that is in force
+the record of what was recognised: a name, the function, its settings and where it was recognised.
+`recognition.find_part` returns it for a module, or raises an error that names the module. A part may read the layout that is in force
 (`layout.current_layout()`): `samples` (which rows form which sample), `positions`, and `pending`, a dictionary for what
 one module leaves for the next within a call. It must not read the shape of the batch for anything else.
 
-**Recognition**, in this order: a class that the user registered (`registry.py`); the digest of the source of the class's
-forward (`source.py`), looked up in the tables of `digests.py`, which name where each source was read and which a test
+**Recognition**, in this order: a class that the user registered (`registry.py`); the digest of the source of the
+class's forward (`source.py`), looked up in the tables of `digests.py`, which name where each source was read and which a test
 recomputes; for norms and rotations, probing (`probing.py`): the stock code is run on inputs of several kinds and
 compared with each formula. Composites are accepted if their digest is shipped, or if their source only calls children
 and moves data (`plumbing.py`). A model that has a class without a shipped digest is compared with its own stock

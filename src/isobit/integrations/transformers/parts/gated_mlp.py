@@ -22,3 +22,9 @@ def forward_packed_swiglu(module: Any, x: Tensor) -> Tensor:
     """Compute down(silu(gate) · up), where one layer computes gate and up."""
     gate, up = module.gate_up_proj(x).chunk(2, dim=-1)
     return module.down_proj(swiglu(gate, up))  # type: ignore[no-any-return]
+
+
+def forward_named_swiglu(gate: str, up: str, down: str, module: Any, x: Tensor) -> Tensor:
+    """Compute the gated MLP of a registered class, whose layers have other names."""
+    left, right = getattr(module, gate)(x), getattr(module, up)(x)
+    return getattr(module, down)(swiglu(left, right))  # type: ignore[no-any-return]

@@ -10,6 +10,7 @@ from torch import nn
 from isobit.errors import UnsupportedError
 from isobit.integrations.transformers.parts.digests import HEADS
 from isobit.integrations.transformers.parts.part import plain_type
+from isobit.integrations.transformers.parts.registry import find_registered
 from isobit.integrations.transformers.parts.source import digest_of_class
 from isobit.integrations.transformers.refusals import ELSEWHERE, refuse
 
@@ -22,6 +23,7 @@ class Head:
 
     kind: str  # plain, divided, multiplied or capped
     found: str  # where its source was read
+    shipped: bool = True  # see part.Part
 
     def divisor(self, model: Any) -> float:
         """Return what the logits are divided by, from the config as it is now."""
@@ -47,16 +49,20 @@ def find_head(model: Any) -> Head | None:
     if not isinstance(backbone, nn.Module):
         return None
     kind = plain_type(model)
+    registered = find_registered(kind)
+    if registered is not None and registered.name == "head":
+        return Head(registered.kind, "registered", shipped=False)  # type: ignore[attr-defined]
     digest = digest_of_class(kind)
     if isinstance(linear, nn.Module) and digest in HEADS:
         path, name = HEADS[digest]
         head = Head(name, f"source of {path}")
         head.divisor(model)
         return head
+    remedy = f"enable the backbone: isobit.enable(model.{BACKBONE}), and replace the head"
+    if isinstance(linear, nn.Module):
+        remedy += f"; or, if its logits are those of {HEAD}: isobit.parts.register({kind.__name__}, isobit.parts.head())"
     raise UnsupportedError(
-        expected="a head that is known: logits of lm_head, plain, or scaled by config.logits_scaling or logit_scale",
+        expected=f"a head that is known: logits of {HEAD}, plain, or scaled by config.logits_scaling or logit_scale",
         received=f"{kind.__module__}.{kind.__name__}.forward, whose source (digest {digest}) is not known",
-        remedy=f"enable the backbone: isobit.enable(model.{BACKBONE}), and replace the head; or, where its forward is "
-        f"the mean of the next tokens' losses over logits of lm_head: isobit.parts.register({kind.__name__}, "
-        f"isobit.parts.head()); {ELSEWHERE}",
+        remedy=f"{remedy}; {ELSEWHERE}",
     )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from isobit.errors import UnsupportedError
 from isobit.integrations.transformers.layout import current_layout
+from isobit.integrations.transformers.parts.part import plain_type
+from isobit.integrations.transformers.parts.registry import find_registered
 from isobit.nn.linear import read_weight
 from isobit.ops.linear.group import linear_group
 from isobit.ops.linear.op import linear_with_packed
@@ -24,20 +26,25 @@ class Siblings:
     def __init__(self, layers: tuple[nn.Linear, ...], groups: int) -> None:
         self.layers, self.groups = layers, groups
 
-    def compute(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return the outputs of all layers."""
-        return share_input(x, self.layers, self.groups)
+    def compute(self, x: Tensor, layers: tuple[nn.Linear, ...]) -> tuple[Tensor, ...]:
+        """Return the outputs of some of the layers, as one operator."""
+        return share_input(x, layers, self.groups)
 
     def output_of(self, layer: nn.Linear, x: Tensor) -> Tensor:
         """Return the output of one layer; the first that is called with x computes all of them."""
         pending = current_layout().pending
-        held = pending.get(self)
-        if held is None or held[0] is not x or layer not in held[1]:
-            held = pending[self] = x, dict(zip(self.layers, self.compute(x), strict=True))
-        found: Tensor = held[1].pop(layer)
-        if not held[1]:
+        held: Round | None = pending.get(self)
+        if held is None or layer not in held.left:
+            held = pending[self] = Round([], list(self.layers))
+        outputs = next((made for of, made in held.made if of is x), None)
+        if outputs is None:  # also where a hook changed the input of this layer, or of an earlier one
+            made = self.compute(x, tuple(held.left))
+            outputs = dict(zip(held.left, made, strict=True))
+            held.made.append((x, outputs))
+        held.left.remove(layer)
+        if not held.left:
             del pending[self]
-        return found
+        return outputs[layer]
 
     def __eq__(self, other: object) -> bool:
         return (
@@ -55,7 +62,17 @@ def base_linear(module: Any) -> nn.Linear | None:
     """Return the linear layer that a child computes with the composite's own input, or None if it is none."""
     if is_lora(module):
         module = module.base_layer
-    return module if type(module) is nn.Linear else None
+    if isinstance(module, nn.Module) and plain_type(module) is nn.Linear:
+        return cast(nn.Linear, module)
+    if isinstance(module, nn.Linear) and is_registered(module):
+        return module
+    return None
+
+
+def is_registered(module: nn.Module) -> bool:
+    """Return whether the user registered a module's class as a linear layer."""
+    formula = find_registered(plain_type(module))
+    return formula is not None and formula.name == "linear"
 
 
 def is_lora(module: Any) -> bool:
@@ -67,6 +84,13 @@ def is_lora(module: Any) -> bool:
 def forward_linear(siblings: Siblings | None, module: nn.Linear, x: Tensor) -> Tensor:
     """Compute a linear layer; with siblings, the first that is called with x computes all of them."""
     return alone(module, x) if siblings is None else siblings.output_of(module, x)
+
+
+class Round(NamedTuple):
+    """One call of each of several siblings: outputs by input, and the layers that were not called yet."""
+
+    made: list[tuple[Tensor, dict[nn.Linear, Tensor]]]
+    left: list[nn.Linear]
 
 
 def alone(module: nn.Linear, x: Tensor) -> Tensor:

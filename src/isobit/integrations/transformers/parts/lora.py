@@ -62,17 +62,65 @@ class AdaptedSiblings(Siblings):
 
     __hash__ = Siblings.__hash__
 
-    def compute(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return the outputs of all layers, with their adapters."""
-        live = [
-            [] if wrapper is None else list(live_adapters(wrapper, name))
-            for wrapper, name in zip(self.wrappers, self.names, strict=True)
-        ]
+    def compute(self, x: Tensor, layers: tuple[nn.Linear, ...]) -> tuple[Tensor, ...]:
+        """Return the outputs of some of the layers, with their adapters."""
+        live = [self.live(layer) for layer in layers]
         if not any(live):
-            return compute_base(x, self)
+            return self.compute_base(x, layers)
         if self.mode == "merged":
-            return compute_merged(x, self, live)
-        return compute_beside(x, self, live)
+            return self.compute_merged(x, layers, live)
+        return self.compute_beside(x, layers, live)
+
+    def live(self, layer: nn.Linear) -> list[LiveAdapter]:
+        """Return the adapters that a call of a layer adds."""
+        at = next(at for at, one in enumerate(self.layers) if one is layer)
+        wrapper = self.wrappers[at]
+        return [] if wrapper is None else list(live_adapters(wrapper, self.names[at]))
+
+    def compute_base(self, x: Tensor, layers: tuple[nn.Linear, ...]) -> tuple[Tensor, ...]:
+        """Compute the wrapped layers as a model without adapters does."""
+        if len(self.layers) == 1:
+            return (alone(layers[0], x),)
+        return share_input(x, layers, self.groups)
+
+    def compute_beside(
+        self, x: Tensor, layers: tuple[nn.Linear, ...], live: Sequence[Sequence[LiveAdapter]]
+    ) -> tuple[Tensor, ...]:
+        """Compute base layers and adapters, and add them; see [Note: adapters next to a weight]."""
+        every = [adapter for adapters in live for adapter in adapters]
+        dtypes = list(dict.fromkeys(adapter.weights.a.dtype for adapter in every))
+        x, *inputs = fork(x, 1 + len(dtypes))
+        products: dict[int, Tensor] = {}
+        for dtype, given in zip(dtypes, inputs, strict=True):
+            chosen = [adapter for adapter in every if adapter.weights.a.dtype == dtype]
+            for adapter, low in zip(chosen, low_ranks(given.to(dtype), chosen), strict=True):
+                b, bias = adapter.weights.b, adapter.weights.bias
+                products[id(adapter)] = linear(low, b, bias, samples=current_layout().samples)
+        outputs = []
+        for base, adapters in zip(self.compute_base(x, layers), live, strict=True):
+            total = base
+            for adapter in adapters:
+                total = total + products[id(adapter)] * adapter.weights.scale
+            outputs.append(total.to(base.dtype))
+        return tuple(outputs)
+
+    def compute_merged(
+        self, x: Tensor, layers: tuple[nn.Linear, ...], live: Sequence[Sequence[LiveAdapter]]
+    ) -> tuple[Tensor, ...]:
+        """Compute the layers with merged weights; see [Note: merged adapters]."""
+        for adapter in (adapter for adapters in live for adapter in adapters):
+            if adapter.dropout:
+                raise UnsupportedError(
+                    expected="adapters without dropout where they are merged: a weight has no mask per token",
+                    received=f"lora_dropout={adapter.dropout} in training at {adapter.name}",
+                    remedy="set lora_dropout=0 in LoraConfig, or isobit.enable(model, adapters='beside')",
+                )
+        merged = [
+            MergedLayer(layer.weight, layer.bias, tuple(adapter.weights for adapter in adapters))
+            for layer, adapters in zip(layers, live, strict=True)
+        ]
+        samples = current_layout().samples
+        return merged_linear_group(x, merged, groups=self.groups, samples=samples)
 
 
 def forward_lora(
@@ -81,35 +129,6 @@ def forward_lora(
     """Compute a layer with adapters; with siblings, the first that is called with x computes all of them."""
     check_call(given, named)
     return siblings.output_of(module.base_layer, x)
-
-
-def compute_base(x: Tensor, siblings: Siblings) -> tuple[Tensor, ...]:
-    """Compute the wrapped layers as a model without adapters does."""
-    if len(siblings.layers) == 1:
-        return (alone(siblings.layers[0], x),)
-    return share_input(x, siblings.layers, siblings.groups)
-
-
-def compute_beside(
-    x: Tensor, siblings: AdaptedSiblings, live: Sequence[Sequence[LiveAdapter]]
-) -> tuple[Tensor, ...]:
-    """Compute base layers and adapters, and add them; see [Note: adapters next to a weight]."""
-    every = [adapter for adapters in live for adapter in adapters]
-    dtypes = list(dict.fromkeys(adapter.weights.a.dtype for adapter in every))
-    x, *inputs = fork(x, 1 + len(dtypes))
-    products: dict[int, Tensor] = {}
-    for dtype, given in zip(dtypes, inputs, strict=True):
-        chosen = [adapter for adapter in every if adapter.weights.a.dtype == dtype]
-        for adapter, low in zip(chosen, low_ranks(given.to(dtype), chosen), strict=True):
-            b, bias = adapter.weights.b, adapter.weights.bias
-            products[id(adapter)] = linear(low, b, bias, samples=current_layout().samples)
-    outputs = []
-    for base, adapters in zip(compute_base(x, siblings), live, strict=True):
-        total = base
-        for adapter in adapters:
-            total = total + products[id(adapter)] * adapter.weights.scale
-        outputs.append(total.to(base.dtype))
-    return tuple(outputs)
 
 
 def low_ranks(x: Tensor, adapters: Sequence[LiveAdapter]) -> list[Tensor]:
@@ -127,25 +146,6 @@ def low_ranks(x: Tensor, adapters: Sequence[LiveAdapter]) -> list[Tensor]:
         kept = drop_by_layout(layout, next(uses), adapter.dropout, adapter.name)
         found[id(adapter)] = linear(kept, adapter.weights.a, samples=layout.samples)
     return [found[id(adapter)] for adapter in adapters]
-
-
-def compute_merged(
-    x: Tensor, siblings: AdaptedSiblings, live: Sequence[Sequence[LiveAdapter]]
-) -> tuple[Tensor, ...]:
-    """Compute the layers with merged weights; see [Note: merged adapters]."""
-    for adapters in live:
-        for adapter in adapters:
-            if adapter.dropout:
-                raise UnsupportedError(
-                    expected="adapters without dropout where they are merged: a weight has no mask per token",
-                    received=f"lora_dropout={adapter.dropout} in training at {adapter.name}",
-                    remedy="set lora_dropout=0 in LoraConfig, or isobit.enable(model, adapters='beside')",
-                )
-    layers = [
-        MergedLayer(layer.weight, layer.bias, tuple(adapter.weights for adapter in adapters))
-        for layer, adapters in zip(siblings.layers, live, strict=True)
-    ]
-    return merged_linear_group(x, layers, groups=siblings.groups, samples=current_layout().samples)
 
 
 # ---- live state ---------------------------------------------------------------------------------------------

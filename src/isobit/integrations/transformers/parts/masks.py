@@ -90,5 +90,5 @@ def refuse_mask(received: str) -> None:
     refuse(
         "a causal mask, or a causal one with a sliding window, within each sample",
         received,
-        "isobit.attention computes these two; isobit.audit(model, inputs) shows for any model what depends on the batch",
+        "isobit.attention computes these two; isobit.audit(model, inputs) shows what depends on the batch",
     )

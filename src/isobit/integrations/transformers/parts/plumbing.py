@@ -10,26 +10,96 @@ from isobit.integrations.transformers.parts.source import functions_below, tree_
 
 # Methods of tensors, caches and containers that move data and compute nothing from the shape of the batch.
 METHODS = frozenset(
-    "view reshape transpose contiguous chunk split unbind permute unsqueeze squeeze flatten unflatten to size "
-    "get_interface update items append get pop keys values copy type_as float clone detach dim".split()
+    [
+        "view",
+        "reshape",
+        "transpose",
+        "contiguous",
+        "chunk",
+        "split",
+        "unbind",
+        "permute",
+        "unsqueeze",
+        "squeeze",
+        "flatten",
+        "unflatten",
+        "to",
+        "size",
+        "get_interface",
+        "update",
+        "items",
+        "append",
+        "get",
+        "pop",
+        "keys",
+        "values",
+        "copy",
+        "type_as",
+        "float",
+        "clone",
+        "detach",
+        "dim",
+    ]
 )
 FUNCTIONS = frozenset(
-    "getattr isinstance enumerate range len tuple list dict zip hasattr int bool float super "
-    "torch.split torch.cat torch.chunk torch.stack nn.functional.dropout F.dropout torch.nn.functional.dropout "
-    "ALL_ATTENTION_FUNCTIONS.get_interface ValueError TypeError NotImplementedError".split()
+    [
+        "getattr",
+        "isinstance",
+        "enumerate",
+        "range",
+        "len",
+        "tuple",
+        "list",
+        "dict",
+        "zip",
+        "hasattr",
+        "int",
+        "bool",
+        "float",
+        "super",
+        "torch.split",
+        "torch.cat",
+        "torch.chunk",
+        "torch.stack",
+        "nn.functional.dropout",
+        "F.dropout",
+        "torch.nn.functional.dropout",
+        "ALL_ATTENTION_FUNCTIONS.get_interface",
+        "ValueError",
+        "TypeError",
+        "NotImplementedError",
+    ]
 )
 # A backbone is given positions, so that what it would compute of shapes and of the cache's length is not used.
 OF_BACKBONES = frozenset(
-    "torch.arange create_causal_mask create_sliding_window_causal_mask create_masks_for_generate DynamicCache "
-    "set BaseModelOutputWithPast logger.warning_once".split()
+    [
+        "torch.arange",
+        "create_causal_mask",
+        "create_sliding_window_causal_mask",
+        "create_masks_for_generate",
+        "DynamicCache",
+        "set",
+        "BaseModelOutputWithPast",
+        "logger.warning_once",
+    ]
 )
 METHODS_OF_BACKBONES = frozenset(("get_seq_length", "expand"))
-OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.BitXor, ast.BitAnd, ast.BitOr)
+OPERATORS = (
+    ast.Add,
+    ast.Sub,
+    ast.Mult,
+    ast.Div,
+    ast.FloorDiv,
+    ast.Mod,
+    ast.BitXor,
+    ast.BitAnd,
+    ast.BitOr,
+)
 
 
 @lru_cache(maxsize=1024)
 def find_computation(function: Any, kind: type, backbone: bool = False) -> str | None:
-    """Return the first thing in a forward that is neither a call of a child nor a move of data; None if there is none."""
+    """Return the first thing in a forward that is neither a call of a child nor a move of data, or None."""
     for one in functions_below(kind, function):
         tree = tree_of(one)
         local = names_of_calls(tree)
@@ -69,7 +139,9 @@ def is_plumbing(call: ast.Call, local: set[str], backbone: bool) -> bool:
     if not isinstance(name, ast.Attribute):
         return False
     if isinstance(name.value, ast.Name) and name.value.id == "self":
-        return True  # a child, which is looked at by itself, or a method, whose source is walked too
+        return (
+            True  # a child, which is looked at by itself, or a method, whose source is walked too
+        )
     if text.startswith(("torch.", "F.", "nn.")):
         return False
     return name.attr in METHODS or (backbone and name.attr in METHODS_OF_BACKBONES)

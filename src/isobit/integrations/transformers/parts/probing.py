@@ -25,7 +25,15 @@ def inputs_of(width: int) -> list[Tensor]:
     spike = torch.zeros(2, 5, width)
     spike[..., 1] = 3.0
     shifted = drawn * 1e-2 + 5.0
-    return [drawn, drawn * 1e-3, drawn * 1e-6, drawn * 1e3, shifted, spike, torch.zeros(2, 5, width)]
+    return [
+        drawn,
+        drawn * 1e-3,
+        drawn * 1e-6,
+        drawn * 1e3,
+        shifted,
+        spike,
+        torch.zeros(2, 5, width),
+    ]
 
 
 def largest_difference(found: Tensor, wanted: Tensor) -> float:
@@ -122,7 +130,7 @@ def probe_rotation(function: Callable[..., Any]) -> str | None:
 
 
 def rotates_as(function: Callable[..., Any], style: str) -> bool:
-    """Return whether a function rotates in this style with a table as wide as a head, and, if it can, a narrower one."""
+    """Return whether a function rotates in this style, with a table as wide as a head, and with a narrower one."""
     drawn = torch.Generator().manual_seed(3)
     query = torch.randn(2, 3, 5, 16, generator=drawn)
     key = torch.randn(2, 1, 5, 16, generator=drawn)

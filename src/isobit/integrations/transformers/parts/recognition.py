@@ -32,7 +32,7 @@ from isobit.integrations.transformers.parts.digests import (
     NORMS,
     ROTARY_EMBEDDINGS,
 )
-from isobit.integrations.transformers.parts.heads import BACKBONE, HEAD, Head, find_head
+from isobit.integrations.transformers.parts.heads import BACKBONE, HEAD, PLAIN, Head, find_head
 from isobit.integrations.transformers.parts.norms import NormFormula
 from isobit.integrations.transformers.parts.part import Forward, Part, plain_type
 from isobit.integrations.transformers.parts.plumbing import find_computation
@@ -64,7 +64,9 @@ class Plan:
     head: Head | None
     names: dict[nn.Module, str] = field(default_factory=dict)
     parts: dict[nn.Module, Part] = field(default_factory=dict)
-    inside: set[nn.Module] = field(default_factory=set)  # computed by another part, and never called
+    inside: set[nn.Module] = field(
+        default_factory=set
+    )  # computed by another part, and never called
     dropouts: list[tuple[nn.Module, str]] = field(default_factory=list)
     adapters: str = lora.MODES[0]  # how LoRA is computed: next to the weights, or merged into them
     wrappers: list[Any] = field(default_factory=list)  # modules of PEFT, whose state each call reads
@@ -109,10 +111,20 @@ def make_plan(model: nn.Module, outer: Outer, adapters: str = lora.MODES[0]) -> 
         adapters: How LoRA is computed: "beside" or "merged".
     """
     library()  # the version is checked before anything of it is read
-    head = find_head(model)
+    if not hasattr(model, "config"):
+        refuse(
+            "a causal language model of transformers, or one that is written like those: with a config",
+            f"{type(model).__module__}.{type(model).__name__}",
+            ELSEWHERE,
+        )
+    unknown = None
+    try:
+        head = find_head(model)
+    except UnsupportedError as error:  # raised below: first what its modules lack
+        head, unknown = PLAIN, error
     backbone = model if head is None else getattr(model, BACKBONE)
     plan = Plan(model, backbone, head, adapters=adapters)
-    check_config(getattr(model, "config", None))
+    check_config(model.config)
     of_lora: set[nn.Module] = set()
     for name, module in model.named_modules():
         plan.names[module] = name
@@ -126,7 +138,8 @@ def make_plan(model: nn.Module, outer: Outer, adapters: str = lora.MODES[0]) -> 
             part = find_backbone(module, outer.backbone)
         elif module is model:
             assert head is not None
-            part = Part("head", outer.causal, (), f"{head.kind}: {head.found}")
+            where = f"{head.kind}: {head.found}"
+            part = Part("head", outer.causal, (), where, head.shipped)
         elif linear.is_lora(module):
             part = find_lora(name, module, head)
             of_lora |= set(module.modules()) - {module}
@@ -141,6 +154,8 @@ def make_plan(model: nn.Module, outer: Outer, adapters: str = lora.MODES[0]) -> 
         plan.inside |= {getattr(module, child) for child in part.inside}
         plan.dropouts += [(module, key) for key in dropouts_of(module, part)]
     plan.inside |= of_lora
+    if unknown is not None:
+        raise unknown
     join_siblings(plan)
     return plan
 
@@ -177,7 +192,7 @@ def find_part(name: str, module: nn.Module) -> Part:
     kind = plain_type(module)
     registered = find_registered(kind)
     if registered is not None:
-        return registered.part_for(name, module)  # type: ignore[no-any-return]
+        return registered.part_for(name, module)
     found = find_torch_class(name, module) or find_activation(module)
     if found is not None:
         return found
@@ -190,7 +205,9 @@ def find_part(name: str, module: nn.Module) -> Part:
     formula = probe_norm(module)
     if formula is not None:
         return Part("norm", norms.forward_norm, (formula,), f"probed: {formula}", shipped=False)
-    refuse_unknown(name, module, f"its forward (digest {digest}) is none that was read, and no norm")
+    refuse_unknown(
+        name, module, f"its forward (digest {digest}) is none that was read, and no norm"
+    )
     raise AssertionError
 
 
@@ -291,12 +308,12 @@ def find_backbone(module: nn.Module, forward: Forward) -> Part:
     digest = digest_of_class(kind)
     shipped = digest in COMPOSITES
     where = f"source of {COMPOSITES[digest]}" if shipped else "plumbing only"
-    if not hasattr(module, "config") or next(module.children(), None) is None:
-        refuse_unknown("the model", module, "it has no config, or no modules")
     if not shipped:
         computation = find_computation(function_of(kind), kind, backbone=True)
         if computation is not None:
-            refuse_unknown("the model", module, f"it computes more than its children: {computation}")
+            refuse_unknown(
+                "the model", module, f"it computes more than its children: {computation}"
+            )
     return Part("backbone", forward, (), where, shipped)
 
 
@@ -355,6 +372,6 @@ def refuse_unknown(name: str, module: nn.Module, why: str) -> None:
     raise UnsupportedError(
         expected=f"modules that are known parts ({KNOWN}), or that only call such modules",
         received=f"{name or 'the model'} of type {kind.__module__}.{kind.__name__}: {why}",
-        remedy=f"register the class: isobit.parts.register({kind.__name__}, …), as docs/how-to/own-model.md shows; load "
-        f"the model without quantisation and wrappers; if it was replaced later: {AGAIN}; for other modules: {ELSEWHERE}",
+        remedy=f"register the class: isobit.parts.register({kind.__name__}, …), as docs/how-to/own-model.md shows; "
+        f"load the model without quantisation and wrappers; if it was replaced later: {AGAIN}; {ELSEWHERE}",
     )

@@ -18,14 +18,32 @@ from isobit.integrations.transformers.parts.part import plain_type
 
 # Decorators of transformers and torch that wrap a forward without changing what it computes.
 NEUTRAL = frozenset(
-    "torch.no_grad() no_grad() dynamic_rope_update auto_docstring can_return_tuple capture_outputs "
-    "merge_with_config_defaults check_model_inputs staticmethod".split()
+    [
+        "torch.no_grad()",
+        "no_grad()",
+        "dynamic_rope_update",
+        "auto_docstring",
+        "can_return_tuple",
+        "capture_outputs",
+        "merge_with_config_defaults",
+        "check_model_inputs",
+        "staticmethod",
+    ]
 )
 CALLS_OF_NEUTRAL = ("auto_docstring(", "deprecate_kwarg(", "use_kernel", "capture_outputs(")
 # What the last part of a class's name may be; what comes before it is the name of its model.
-ENDINGS = (
-    "RMSNorm LayerNorm MLP Attention DecoderLayer RotaryEmbedding TextScaledWordEmbedding TextModel Model ForCausalLM"
-).split()
+ENDINGS = [
+    "RMSNorm",
+    "LayerNorm",
+    "MLP",
+    "Attention",
+    "DecoderLayer",
+    "RotaryEmbedding",
+    "TextScaledWordEmbedding",
+    "TextModel",
+    "Model",
+    "ForCausalLM",
+]
 # Functions that a composite names and that are re-bound, or never called where isobit's attention is registered.
 REPLACED = ("apply_rotary", "eager_attention_forward")
 

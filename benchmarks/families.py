@@ -1,0 +1,324 @@
+"""Model types of transformers, small and with random weights: bits in every layout of a batch, and against stock.
+
+Each row is one type in one dtype, in strict mode. A number is how many samples or parameters have other bits than those
+of the sample alone, or of the left-padded batch; 0 is equal. `|enabled - stock|` is in nats of log-probability.
+"""
+
+import copy
+import sys
+import warnings
+
+import torch
+import transformers
+from transformers import DynamicCache
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+import isobit
+from isobit import bits
+from isobit.parallel import GlobalBatch, Gradients
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "eos_token_id": None,
+    "bos_token_id": 1,
+    "attention_dropout": 0.0,
+}
+WINDOW = {"sliding_window": 8}
+BOTH = {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+# What a type needs besides: a window, kinds of layers, options that make it differ from others, dropout that is off.
+TYPES = {
+    "llama": {},
+    "qwen2": {**BOTH, "use_sliding_window": True},
+    "qwen3": {},
+    "mistral": WINDOW,
+    "ministral": BOTH,
+    "olmo2": {},
+    "olmo3": BOTH,
+    "phi3": {**WINDOW, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+    "glm": {},
+    "glm4": {},
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "granite": {
+        "embedding_multiplier": 12.0,
+        "attention_multiplier": 0.0625,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 3.0,
+    },
+    "gemma": {},
+    "gemma3_text": {**BOTH, "query_pre_attn_scalar": 16},
+    "seed_oss": {"residual_dropout": 0.0},
+    "arcee": {},
+    "exaone4": BOTH,
+    "cwm": BOTH,
+    "hunyuan_v1_dense": {},
+    "ernie4_5": {},
+    "helium": {},
+    "starcoder2": {**WINDOW, "residual_dropout": 0.0, "embedding_dropout": 0.0},
+    "stablelm": {"partial_rotary_factor": 0.5, "hidden_dropout": 0.0},
+}
+LENGTHS, ROOM = (19, 34, 9, 26), 36
+GENERATED = 12
+COLUMNS = (
+    "left",
+    "right",
+    "packed",
+    "pieces",
+    "decoded",
+    "generated",
+    "gradients left/right",
+    "gradients left/packed",
+    "gradients 1/2/4 micro-batches",
+)
+
+
+def build(kind, dtype):
+    """A small model of a type, whose vectors are not all ones or zeros, with frequencies in fp32."""
+    torch.manual_seed(1)
+    config = CONFIG_MAPPING[kind](**{**SIZES, **TYPES[kind]})
+    model = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind])(config).eval()
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data.add_(0.1 * torch.randn_like(parameter))
+    kept = {name: b.clone() for name, b in model.named_buffers() if "inv_freq" in name}
+    model.to(dtype)
+    for name, frequencies in kept.items():
+        parent, _, key = name.rpartition(".")
+        model.get_submodule(parent)._buffers[key] = frequencies
+    return model
+
+
+def samples_of(vocabulary=96):
+    drawn = torch.Generator().manual_seed(0)
+    return [torch.randint(2, vocabulary, (1, n), generator=drawn) for n in LENGTHS]
+
+
+def padded(samples, side):
+    ids = torch.zeros(len(samples), ROOM, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, sample in enumerate(samples):
+        n = sample.shape[1]
+        at = slice(0, n) if side == "right" else slice(ROOM - n, ROOM)
+        ids[row, at], mask[row, at] = sample[0], 1
+    return ids, mask
+
+
+def rows_of(values, side):
+    """The rows of each sample of a padded batch."""
+    found = []
+    for row, n in enumerate(LENGTHS):
+        found.append(values[row, :n] if side == "right" else values[row, ROOM - n :])
+    return found
+
+
+def packed(samples):
+    return torch.cat(samples, 1), torch.cat([torch.arange(n) for n in LENGTHS])[None]
+
+
+def differing(left, right):
+    """How many pairs of tensors do not have the same bits."""
+    assert len(left) == len(right) > 0
+    return sum(
+        not bits.equal(a.contiguous(), b.contiguous()) for a, b in zip(left, right, strict=True)
+    )
+
+
+def places_of(mask):
+    return (mask.cumsum(-1) - 1).clamp(min=0)
+
+
+def scored(logits, sample):
+    every = torch.log_softmax(logits.float(), -1)
+    return every[:-1].gather(1, sample[0, 1:, None]).squeeze(1)
+
+
+@torch.no_grad()
+def score_stock(model, samples):
+    """Log-probabilities of each sample alone, and how many of them a left-padded batch changes."""
+    alone = [scored(model(sample, use_cache=False).logits[0], sample) for sample in samples]
+    ids, mask = padded(samples, "left")
+    logits = model(ids, attention_mask=mask, position_ids=places_of(mask), use_cache=False).logits
+    rows = [scored(z, s) for z, s in zip(rows_of(logits, "left"), samples, strict=True)]
+    return alone, differing(alone, rows)
+
+
+def labelled(ids, mask):
+    """Labels that leave out padding and, as packed samples do, the first token of each sample."""
+    return ids.masked_fill(mask == 0, -100)
+
+
+def gradients_of(model, **inputs):
+    model.zero_grad(set_to_none=True)
+    model(use_cache=False, **inputs).loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def stock_gradients(model, samples):
+    """Stock's gradients of the samples one by one, weighted as one batch: padding enters none of them."""
+    model.zero_grad(set_to_none=True)
+    total = sum(LENGTHS) - len(LENGTHS)
+    for sample in samples:
+        loss = model(sample, labels=sample, use_cache=False).loss
+        (loss * (sample.shape[1] - 1) / total).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@torch.no_grad()
+def pieces(model, samples, cuts):
+    """Logits of each sample by itself, in pieces behind a cache of the model's own kind."""
+    found = []
+    for sample in samples:
+        cache, made, at = DynamicCache(config=model.config), [], 0
+        while at < sample.shape[1]:
+            step = cuts[len(made) % len(cuts)]
+            made.append(model(sample[:, at : at + step], past_key_values=cache).logits[0])
+            at += step
+        found.append(torch.cat(made))
+    return found
+
+
+@torch.no_grad()
+def decoded(model, samples):
+    """Logits of a left-padded batch, the last tokens one by one behind a cache."""
+    ids, mask = padded(samples, "left")
+    cache, first = DynamicCache(config=model.config), ROOM - 4
+    made = [model(ids[:, :first], attention_mask=mask[:, :first], past_key_values=cache).logits]
+    for at in range(first, ROOM):
+        made.append(
+            model(
+                ids[:, at : at + 1], attention_mask=mask[:, : at + 1], past_key_values=cache
+            ).logits
+        )
+    return rows_of(torch.cat(made, 1), "left")
+
+
+@torch.no_grad()
+def generated(model, samples):
+    """How many samples' logits of generate(), past the window, are not those of one call with all tokens."""
+    ids, mask = padded(samples, "left")
+    out = model.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=GENERATED,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    steps, wrong = torch.stack(out.logits, 1), 0
+    for row, n in enumerate(LENGTHS):
+        whole = out.sequences[row : row + 1, ROOM - n :]
+        logits = model(whole[:, :-1], use_cache=False).logits[0, n - 1 :]
+        wrong += not bits.equal(logits.contiguous(), steps[row].float().contiguous())
+    return wrong
+
+
+def in_micro_batches(model, samples, count):
+    """Gradients of the four samples in this number of micro-batches."""
+    model = copy.deepcopy(model)
+    model.zero_grad(set_to_none=True)
+    batch = GlobalBatch(of=len(samples), micro_batches=count)
+    gradients, total = Gradients(model, batch), sum(LENGTHS) - len(LENGTHS)
+    ids, mask = padded(samples, "left")
+    for micro in range(count):
+        rows = batch.samples(0, micro)
+        with gradients.micro_batch(micro):
+            model(
+                ids[rows],
+                attention_mask=mask[rows],
+                labels=labelled(ids, mask)[rows],
+                num_items_in_batch=total,
+                use_cache=False,
+            ).loss.backward()
+    # The second use of a tied weight is a leaf without a gradient of its own.
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def judge(kind, dtype):
+    """Everything of one type: numbers that differ by column, stock's, and differences from stock."""
+    model, samples = build(kind, dtype), samples_of()
+    stock, stock_differ = score_stock(model, samples)
+    model.train()
+    theirs = stock_gradients(model, samples)
+    sides = {}
+    for side in ("left", "right"):
+        ids, mask = padded(samples, side)
+        inputs = {"input_ids": ids, "attention_mask": mask, "labels": labelled(ids, mask)}
+        sides[side] = gradients_of(model, **inputs, position_ids=places_of(mask))
+    found = {
+        "stock samples": stock_differ,
+        "stock gradients": differing([*sides["left"].values()], [*sides["right"].values()]),
+    }
+    model.eval()
+    isobit.enable(model)
+    with torch.no_grad():
+        alone = [isobit.logprobs(model, sample)[0, :-1] for sample in samples]
+        logits = [model(sample, use_cache=False).logits[0] for sample in samples]
+        for side in ("left", "right"):
+            rows = rows_of(isobit.logprobs(model, *padded(samples, side)), side)
+            found[side] = differing(alone, [row[:-1] for row in rows])
+        ids, places = packed(samples)
+        rows = isobit.logprobs(model, ids, position_ids=places)[0].split(LENGTHS)
+        found["packed"] = differing(alone, [row[:-1] for row in rows])
+    found["pieces"] = differing(logits, pieces(model, samples, (5, 1, 11)))
+    found["decoded"] = differing(logits, decoded(model, samples))
+    found["generated"] = generated(model, samples)
+    found["|enabled - stock|"] = max(
+        float((a - b).abs().max()) for a, b in zip(alone, stock, strict=True)
+    )
+    model.train()
+    made = {}
+    for side in ("left", "right"):
+        ids, mask = padded(samples, side)
+        made[side] = gradients_of(
+            model, input_ids=ids, attention_mask=mask, labels=labelled(ids, mask)
+        )
+    ids, places = packed(samples)
+    made["packed"] = gradients_of(model, input_ids=ids, position_ids=places, labels=ids)
+    left = [*made["left"].values()]
+    found["gradients left/right"] = differing(left, [*made["right"].values()])
+    found["gradients left/packed"] = differing(left, [*made["packed"].values()])
+    one = in_micro_batches(model, samples, 1)
+    found["gradients 1/2/4 micro-batches"] = sum(
+        differing(one, in_micro_batches(model, samples, n)) for n in (2, 4)
+    )
+    found["|gradient - stock's|"] = max(
+        float((mine - theirs[name]).abs().max() / theirs[name].abs().max().clamp(min=1e-30))
+        for name, mine in made["left"].items()
+    )
+    found["parameters"] = len(left)
+    return found
+
+
+def run(quick, threads, dtypes):
+    """Print one row per type and dtype."""
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    names = (
+        "stock samples",
+        "stock gradients",
+        *COLUMNS,
+        "|enabled - stock|",
+        "|gradient - stock's|",
+    )
+    print("\t".join(("type", "dtype", *names)))
+    bad = 0
+    for kind in list(TYPES)[:5] if quick else TYPES:
+        for dtype in dtypes:
+            found = judge(kind, getattr(torch, dtype))
+            bad += any(found[name] for name in COLUMNS)
+            cells = [f"{found[name]:.1e}" if "|" in name else str(found[name]) for name in names]
+            print("\t".join((kind, dtype, *cells)), flush=True)
+    print(f"{len(TYPES)} types, {bad} rows with a difference")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(run(False, [1], sys.argv[1:] or ["float32", "bfloat16"]))

@@ -1,0 +1,11 @@
+from isobit.integrations.transformers.parts.formulas import composite as composite
+from isobit.integrations.transformers.parts.formulas import elementwise as elementwise
+from isobit.integrations.transformers.parts.formulas import head as head
+from isobit.integrations.transformers.parts.formulas import layer_norm as layer_norm
+from isobit.integrations.transformers.parts.formulas import linear_layer as linear_layer
+from isobit.integrations.transformers.parts.formulas import rms_norm as rms_norm
+from isobit.integrations.transformers.parts.formulas import rotary_embedding as rotary_embedding
+from isobit.integrations.transformers.parts.formulas import swiglu_mlp as swiglu_mlp
+from isobit.integrations.transformers.parts.formulas import token_embedding as token_embedding
+from isobit.integrations.transformers.parts.registry import register as register
+from isobit.integrations.transformers.parts.registry import unregister as unregister
