@@ -141,3 +141,9 @@ def test_an_adapter_that_is_unloaded_after_enable_asks_for_enable_again_which_wo
     isobit.enable(isobit.disable(merged))
     with torch.no_grad():
         merged(SAMPLES[0])
+
+
+def test_a_model_with_adapters_is_not_split_over_ranks():
+    model = isobit.enable(adapted())
+    with pytest.raises(UnsupportedError, match=r"(?s)PEFT adapters.*merged_copy"):
+        isobit.integrations.transformers.shard(model, None)

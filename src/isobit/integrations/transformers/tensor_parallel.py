@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from isobit.errors import CutError
 from isobit.integrations.transformers.parts.linear import share_count
+from isobit.integrations.transformers.refusals import refuse
 from isobit.integrations.transformers.state import require_state
 from isobit.order.cut import Cut
 from isobit.order.plan import FEATURE_CAP, count_segments
@@ -53,8 +54,14 @@ def shard(model: nn.Module, mesh: DeviceMesh | TensorParallelGroup) -> TensorPar
 
     Raises:
         CutError: If a dimension cannot be cut into this number of ranks along the plan.
+        UnsupportedError: If the model has PEFT adapters.
     """
-    require_state(model)
+    if require_state(model).plan.wrappers:
+        refuse(
+            "a model without adapters, to split over ranks",
+            "one with PEFT adapters, whose A and B are not split",
+            "split isobit.enable(isobit.integrations.transformers.merged_copy(model)); train adapters data-parallel",
+        )
     tp_group = TensorParallelGroup.of(mesh)
     check_cuts(model, tp_group)
     ties: Ties = {}
