@@ -147,3 +147,24 @@ def test_a_model_with_adapters_is_not_split_over_ranks():
     model = isobit.enable(adapted())
     with pytest.raises(UnsupportedError, match=r"(?s)PEFT adapters.*merged_copy"):
         isobit.integrations.transformers.shard(model, None)
+
+
+@pytest.mark.parametrize("child", ["lora_A", "lora_B", "lora_dropout", "bias"])
+def test_replaced_modules_of_an_adapter_are_named(child):
+    """A and B are read and never called: another module in their place would be ignored."""
+
+    class Tripled(nn.Linear):
+        def forward(self, x):
+            return 3 * super().forward(x)
+
+    model = isobit.enable(adapted())
+    layer = model.get_base_model().model.layers[0].self_attn.k_proj
+    if child == "bias":
+        layer.lora_A["default"].bias = nn.Parameter(torch.ones(4))
+    elif child == "lora_dropout":
+        layer.lora_dropout["default"] = nn.AlphaDropout(0.5)
+    else:
+        old = getattr(layer, child)["default"]
+        getattr(layer, child)["default"] = Tripled(old.in_features, old.out_features, bias=False)
+    with torch.no_grad(), pytest.raises(UnsupportedError, match="k_proj.default"):
+        model(SAMPLES[0])

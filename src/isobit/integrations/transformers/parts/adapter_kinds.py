@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from isobit.errors import UnsupportedError
+from isobit.integrations.transformers.parts.part import plain_type
 
 PLAIN = "a plain LoraConfig: LoRA, rsLoRA, several adapters, lora_bias, modules_to_save"
 UNLOAD = "or merge the adapter and enable the result: isobit.enable(peft_model.merge_and_unload())"
@@ -63,6 +64,19 @@ def check_wrapper(name: str, module: Any) -> None:
         received=f"a PEFT adapter that is not computed: {received}",
         remedy=remedy,
     )
+
+
+def check_adapter(name: str, down: Any, up: Any, dropout: nn.Module) -> None:
+    """Raise unless A, B and the dropout are what PEFT makes: they are read, and never called."""
+    kinds = [plain_type(module) for module in (down, up, dropout)]
+    is_plain = kinds[:2] == [nn.Linear, nn.Linear] and kinds[2] in (nn.Identity, nn.Dropout)
+    if not is_plain or down.bias is not None:
+        shown = ", ".join(kind.__qualname__ for kind in kinds)
+        raise UnsupportedError(
+            expected="A and B as torch.nn.Linear, A without bias, and torch.nn.Dropout or Identity",
+            received=f"{shown}{'' if down.bias is None else ', A with a bias'} at {name}",
+            remedy=f"use {PLAIN}",
+        )
 
 
 def refuse_variant(name: str, variant: Any) -> None:

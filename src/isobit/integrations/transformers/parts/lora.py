@@ -20,7 +20,11 @@ from torch import Tensor, nn
 from isobit.errors import UnsupportedError
 from isobit.integrations.transformers.dropout import drop_by_layout
 from isobit.integrations.transformers.layout import current_layout
-from isobit.integrations.transformers.parts.adapter_kinds import check_call, refuse_variant
+from isobit.integrations.transformers.parts.adapter_kinds import (
+    check_adapter,
+    check_call,
+    refuse_variant,
+)
 from isobit.integrations.transformers.parts.linear import Siblings, alone, share_input
 from isobit.integrations.transformers.residual import fork
 from isobit.ops.linear.group import linear_group
@@ -171,6 +175,7 @@ def live_adapters(wrapper: Any, name: str) -> Iterator[LiveAdapter]:
             refuse_variant(name, wrapper.lora_variant[adapter])
         down, up = wrapper.lora_A[adapter], wrapper.lora_B[adapter]
         dropout = wrapper.lora_dropout[adapter]
+        check_adapter(f"{name}.{adapter}", down, up, dropout)
         share = getattr(dropout, "p", 0.0) if dropout.training else 0.0
         weights = Adapter(down.weight, up.weight, wrapper.scaling[adapter], up.bias)
         yield LiveAdapter(weights, share, f"{name}.{adapter}")
