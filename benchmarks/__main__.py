@@ -37,6 +37,7 @@ CASES = (
     "roofline",
     "comparisons",
     "candidates",
+    "families",
     "vllm",
     "vllm_whole",
 )

@@ -5,11 +5,12 @@ of the sample alone, or of the left-padded batch; 0 is equal. `|enabled - stock|
 """
 
 import copy
-import sys
 import warnings
 
 import torch
 import transformers
+from rich.console import Console
+from rich.table import Table
 from transformers import DynamicCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -78,6 +79,22 @@ COLUMNS = (
     "gradients left/packed",
     "gradients 1/2/4 micro-batches",
 )
+# Columns of the table: how many of 4 samples, or of the parameters' gradients, have other bits.
+HEADINGS = {
+    "stock samples": "stock: samples",
+    "stock gradients": "stock: grads",
+    "left": "left",
+    "right": "right",
+    "packed": "packed",
+    "pieces": "pieces",
+    "decoded": "decoded",
+    "generated": "generate",
+    "gradients left/right": "grads L/R",
+    "gradients left/packed": "grads L/packed",
+    "gradients 1/2/4 micro-batches": "grads 1/2/4",
+    "|enabled - stock|": "from stock, nats",
+    "|gradient - stock's|": "grads from stock",
+}
 
 
 def build(kind, dtype):
@@ -301,24 +318,16 @@ def run(quick, threads, dtypes):
     """Print one row per type and dtype."""
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
-    names = (
-        "stock samples",
-        "stock gradients",
-        *COLUMNS,
-        "|enabled - stock|",
-        "|gradient - stock's|",
-    )
-    print("\t".join(("type", "dtype", *names)))
-    bad = 0
-    for kind in list(TYPES)[:5] if quick else TYPES:
+    table = Table("type", "dtype", *HEADINGS.values())
+    kinds, bad = list(TYPES)[:5] if quick else list(TYPES), 0
+    for kind in kinds:
         for dtype in dtypes:
             found = judge(kind, getattr(torch, dtype))
             bad += any(found[name] for name in COLUMNS)
-            cells = [f"{found[name]:.1e}" if "|" in name else str(found[name]) for name in names]
-            print("\t".join((kind, dtype, *cells)), flush=True)
-    print(f"{len(TYPES)} types, {bad} rows with a difference")
+            cells = [f"{found[n]:.1e}" if "|" in n else str(found[n]) for n in HEADINGS]
+            table.add_row(kind, dtype, *cells)
+    console = Console(highlight=False, width=200)
+    console.print(table)
+    rows = len(kinds) * len(dtypes)
+    console.print(f"{len(kinds)} types, {rows} rows, {bad} with a difference in any layout")
     return 1 if bad else 0
-
-
-if __name__ == "__main__":
-    sys.exit(run(False, [1], sys.argv[1:] or ["float32", "bfloat16"]))

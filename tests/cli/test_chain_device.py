@@ -58,26 +58,16 @@ def test_a_model_that_depends_on_its_layout_is_broken_on_a_card_too(monkeypatch,
         return cos * (1 + x.shape[1] * 2.0**-20), sin
 
     monkeypatch.setattr(rotary, "forward_rotary", shifted)
-    monkeypatch.setattr(chain, "enabled", enabled_with(shifted))
+    monkeypatch.setattr(chain, "enabled", enabled_unwatched)
     assert main.main(CHAIN) == 1
     assert not json.loads(capsys.readouterr().out)["kept"]
 
 
-def enabled_with(shifted):
-    """Return `enabled` with another rotary embedding."""
-    from contextlib import contextmanager
-
+def enabled_unwatched(model):
+    """`enabled` without strict mode: a planted part computes with stock operators."""
     from isobit.integrations.transformers import enabling
 
-    @contextmanager
-    def enabled(model):
-        with enabling.enabled(model, strict=False):
-            model.model.rotary_emb.__dict__["forward"] = enabling.bind(
-                model.model.rotary_emb, shifted
-            )
-            yield model
-
-    return enabled
+    return enabling.enabled(model, strict=False)
 
 
 @pytest.mark.full

@@ -19,7 +19,7 @@ from isobit.gates.model.scorers import IsobitScorer, StockScorer
 from isobit.gates.model.sweep import Sweep, run_sweep, windows_of
 from isobit.integrations.transformers import enabling
 from isobit.integrations.transformers.parts import rotary
-from tests.cli.test_chain_device import enabled_with
+from tests.cli.test_chain_device import enabled_unwatched
 
 SIZES = {
     "hidden_size": 64,
@@ -134,7 +134,7 @@ def test_a_planted_model_goes_red_at_one_padding_only(monkeypatch, checkpoint, c
         return cos * (1 + (x.shape[1] >= 70) * 2.0**-20), sin
 
     monkeypatch.setattr(rotary, "forward_rotary", shifted)
-    monkeypatch.setattr(chain, "enabled", enabled_with(shifted))
+    monkeypatch.setattr(chain, "enabled", enabled_unwatched)
     words = ["chain", "--model", str(checkpoint), "-q", "--no-stock"]
     assert main(words) == 0
     assert main([*words, "--pad", "0,64", "--lengths", "19,3"]) == 1

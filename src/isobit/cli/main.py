@@ -16,7 +16,7 @@ KEPT, BROKEN, COULD_NOT_RUN = 0, 1, 2
 
 # What a user does, and the commands for it. A command's module has its name and is imported when it is run.
 GROUPS = {
-    "compute": ("doctor", "chain", "curve"),
+    "compute": ("doctor", "families", "chain", "curve"),
     "look": ("audit", "reveal", "bits", "rollout", "twice", "profile"),
     "judge": ("certify", "check", "verify", "status", "explain", "lint", "graph", "new", "replay"),
     "guard": ("preflight", "simulate", "autopsy", "runlog"),

@@ -10,9 +10,16 @@ import isobit
 from isobit.integrations.transformers.parts import digests
 from isobit.integrations.transformers.parts.source import digest_of_class, digest_of_function
 
-TABLES = (
-    "NORMS ROTARY_EMBEDDINGS ROTATIONS EMBEDDINGS GATED_MLPS ELEMENTWISE COMPOSITES HEADS".split()
-)
+TABLES = [
+    "NORMS",
+    "ROTARY_EMBEDDINGS",
+    "ROTATIONS",
+    "EMBEDDINGS",
+    "GATED_MLPS",
+    "ELEMENTWISE",
+    "COMPOSITES",
+    "HEADS",
+]
 ENTRIES = [
     (table, digest, entry if isinstance(entry, str) else entry[0])
     for table in TABLES
@@ -25,7 +32,9 @@ def test_a_digest_is_that_of_its_source(table, digest, path):
     home, _, name = path.partition(".")
     module = home if home == "activations" else f"models.{home}.modeling_{home}"
     found = getattr(import_module(f"transformers.{module}"), name)
-    assert digest == (digest_of_class(found) if isinstance(found, type) else digest_of_function(found))
+    assert digest == (
+        digest_of_class(found) if isinstance(found, type) else digest_of_function(found)
+    )
 
 
 def test_no_source_but_the_table_names_a_family():

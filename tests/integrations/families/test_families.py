@@ -1,7 +1,7 @@
-"""Every type of model: one value in every layout of a batch, forward and backward, and the function that stock computes.
+"""Every type of model: one value in every layout of a batch, forward and backward, and stock's function.
 
-Small configurations, random weights, strict mode. `benchmarks.families` has the types and what is compared; the record in
-docs/results/families.md is made by it.
+Small configurations, random weights, strict mode. `benchmarks.families` has the types and what is compared; the
+record in docs/results/families.md is made by it.
 """
 
 import pytest
@@ -17,7 +17,9 @@ def check(kind, dtype):
     found = judge(kind, dtype)
     assert {name: found[name] for name in COLUMNS} == dict.fromkeys(COLUMNS, 0)
     assert found["parameters"] > 10
-    assert found["stock gradients"] > 0  # the same comparison finds differences where there are some
+    assert (
+        found["stock gradients"] > 0
+    )  # the same comparison finds differences where there are some
     if dtype == torch.float32:
         assert found["|enabled - stock|"] <= NATS
         assert found["|gradient - stock's|"] <= GRADIENTS

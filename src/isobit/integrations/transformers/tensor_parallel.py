@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from isobit.errors import CutError
+from isobit.errors import CutError, UnsupportedError
 from isobit.integrations.transformers.parts.linear import share_count
+from isobit.integrations.transformers.parts.recognition import Plan
 from isobit.integrations.transformers.refusals import refuse
 from isobit.integrations.transformers.state import require_state
 from isobit.order.cut import Cut
@@ -54,14 +55,17 @@ def shard(model: nn.Module, mesh: DeviceMesh | TensorParallelGroup) -> TensorPar
 
     Raises:
         CutError: If a dimension cannot be cut into this number of ranks along the plan.
-        UnsupportedError: If the model has PEFT adapters.
+        UnsupportedError: If the model has PEFT adapters, or a linear layer or a norm of queries or keys is not one
+            whose cut is known.
     """
-    if require_state(model).plan.wrappers:
+    plan = require_state(model).plan
+    if plan.wrappers:
         refuse(
             "a model without adapters, to split over ranks",
             "one with PEFT adapters, whose A and B are not split",
             "split isobit.enable(isobit.integrations.transformers.merged_copy(model)); train adapters data-parallel",
         )
+    check_known(plan)
     tp_group = TensorParallelGroup.of(mesh)
     check_cuts(model, tp_group)
     ties: Ties = {}
@@ -74,6 +78,37 @@ def shard(model: nn.Module, mesh: DeviceMesh | TensorParallelGroup) -> TensorPar
             ties if isinstance(module, nn.Embedding) or is_head(model, module) else None,
         )
     return tp_group
+
+
+def check_known(plan: Plan) -> None:
+    """Raise unless the cut of every linear layer and embedding, and of what follows a cut layer, is known by name."""
+    for module, part in plan.parts.items():
+        name = plan.names[module]
+        last = name.rpartition(".")[2]
+        if part.name in ("linear", "embedding", "logits") and last not in AXES:
+            refuse_cut(f"{name} of type {type(module).__name__}, which no rule cuts over ranks")
+        if part.name == "linear" and (AXES[last] is COLUMN) != (part.settings[0] is not None):
+            refuse_cut(
+                f"{name}, which {'shares' if part.settings[0] else 'does not share'} its input with others"
+            )
+        parent = plan.model.get_submodule(name.rpartition(".")[0])
+        if plan.parts[parent].name != "attention" or part.name != "norm":
+            continue
+        formula = part.settings[0]
+        whole = getattr(module, "weight", None) is None or len(module.weight) != parent.head_dim
+        if last not in AXES or whole or formula.offset or formula.kind != "rms":
+            refuse_cut(
+                f"{name} of type {type(module).__name__}, a norm that is not of each head by its own weight"
+            )
+
+
+def refuse_cut(received: str) -> NoReturn:
+    """Raise for a module whose cut over ranks is not known."""
+    raise UnsupportedError(
+        expected=f"linear layers and embeddings that are cut by their names: {', '.join(AXES)}",
+        received=received,
+        remedy="train with data parallelism or FSDP2 (isobit.parallel.Gradients), which takes every enabled model",
+    )
 
 
 def unshard(model: nn.Module) -> None:

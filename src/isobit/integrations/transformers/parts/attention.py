@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -46,18 +46,14 @@ def attend(
     layout: Layout = inputs.get(LAYOUT) or current_layout()
     if dropout:
         refuse_dropout(f"attention_dropout of {dropout} in training")
-    if isinstance(attention_mask, Seen):
-        window = window_of(attention_mask, sliding_window)
-    elif attention_mask is None:
+    if attention_mask is None:
         window = sliding_window
-    if not isinstance(attention_mask, (Seen, type(None))) or key.shape[2] != layout.key_rows:
-        raise UnsupportedError(
-            expected=f"all {layout.key_rows} keys of the samples, and no mask besides the layout",
-            received=f"{key.shape[2]} keys" + ("" if attention_mask is None else " and a mask")
-            if not isinstance(attention_mask, Seen)
-            else f"{key.shape[2]} keys",
-            remedy="use a cache that keeps every key and only those: transformers.DynamicCache() without a config",
-        )
+    elif isinstance(attention_mask, Seen):
+        window = window_of(attention_mask, sliding_window)
+    else:
+        refuse_keys(layout, f"{key.shape[2]} keys and a mask")
+    if key.shape[2] != layout.key_rows:
+        refuse_keys(layout, f"{key.shape[2]} keys")
     check_others(module, inputs)
     # Under autocast a norm of heads gives fp32, while values have the product's dtype.
     query, key, value = cast_for_autocast(query, key, value)
@@ -71,6 +67,15 @@ def attend(
         window=window,
     )
     return mixed, None
+
+
+def refuse_keys(layout: Layout, received: str) -> NoReturn:
+    """Raise if keys are missing, or masked by what is not in the layout."""
+    raise UnsupportedError(
+        expected=f"all {layout.key_rows} keys of the samples, and no mask besides the layout",
+        received=received,
+        remedy="use a cache that keeps every key and only those: transformers.DynamicCache() without a config",
+    )
 
 
 def window_of(mask: Seen, sliding_window: int | None) -> int | None:
@@ -93,19 +98,24 @@ def check_others(module: Any, inputs: dict[str, Any]) -> None:
             received=f"{type(module).__name__}.is_causal = False",
             remedy="isobit.attention(is_causal=False) computes it; enable computes causal language models",
         )
-    for name, what in OTHERS.items():
+    for name in OTHERS:
         if inputs.get(name) is not None:
-            raise UnsupportedError(
-                expected="attention by scaled products, a causal mask and a window",
-                received=f"{what}: {name}= of {type(module).__name__}",
-                remedy="set it to None in the config if the model allows; it is not supported",
-            )
+            refuse_keyword(name, type(module).__name__)
     if inputs.get("output_attentions"):
         raise UnsupportedError(
             expected="attention whose weights are not held",
             received="output_attentions=True",
             remedy="disable isobit for the call that looks at attention weights",
         )
+
+
+def refuse_keyword(name: str, where: str) -> NoReturn:
+    """Raise for a keyword that changes what attention computes."""
+    raise UnsupportedError(
+        expected="attention by scaled products, a causal mask and a window",
+        received=f"{OTHERS[name]}: {name}= of {where}",
+        remedy="set it to None in the config if the model allows; it is not supported",
+    )
 
 
 def check_registered(configs: Iterable[Any]) -> None:

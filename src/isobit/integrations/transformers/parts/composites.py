@@ -25,7 +25,7 @@ def forward_composite(module: nn.Module, *given: Any, **named: Any) -> Any:
     return rebound(type(module))(module, *given, **named)
 
 
-def forward_layer(module: nn.Module, hidden_states: Tensor, *given: Any, **named: Any) -> Any:
+def forward_layer(module: nn.Module, *given: Any, **named: Any) -> Any:
     """Run a decoder layer's own code.
 
     A checkpointed layer runs again in backward, where only its keywords know the layout. Additions of the residual
@@ -34,12 +34,16 @@ def forward_layer(module: nn.Module, hidden_states: Tensor, *given: Any, **named
     layout = named.get(LAYOUT)
     forward = rebound(type(module))
     if layout is None:
-        return forward(module, hidden_states, *given, **named)
+        return forward(module, *given, **named)
     with in_force(layout):
-        output = forward(module, settle(hidden_states, forward=False), *given, **named)
-        if isinstance(output, tuple):
+        if given and isinstance(given[0], Tensor):
+            given = settle(given[0], forward=False), *given[1:]
+        output = forward(module, *given, **named)
+        if isinstance(output, Tensor):
+            return settle(output, forward=True)
+        if isinstance(output, tuple) and output and isinstance(output[0], Tensor):
             return settle(output[0], forward=True), *output[1:]
-        return settle(output, forward=True)
+        return output
 
 
 @lru_cache(maxsize=1024)

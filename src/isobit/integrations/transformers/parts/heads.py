@@ -60,7 +60,8 @@ def find_head(model: Any) -> Head | None:
         return head
     remedy = f"enable the backbone: isobit.enable(model.{BACKBONE}), and replace the head"
     if isinstance(linear, nn.Module):
-        remedy += f"; or, if its logits are those of {HEAD}: isobit.parts.register({kind.__name__}, isobit.parts.head())"
+        registering = f"isobit.parts.register({kind.__name__}, isobit.parts.head())"
+        remedy += f"; or, if its logits are those of {HEAD}: {registering}"
     raise UnsupportedError(
         expected=f"a head that is known: logits of {HEAD}, plain, or scaled by config.logits_scaling or logit_scale",
         received=f"{kind.__module__}.{kind.__name__}.forward, whose source (digest {digest}) is not known",

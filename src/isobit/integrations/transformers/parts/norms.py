@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -66,17 +66,22 @@ def forward_norm(formula: NormFormula, module: Any, x: Tensor) -> Tensor:
 def norm_of_heads(formula: NormFormula, module: Any, x: Tensor) -> Tensor:
     """Compute RMSNorm of each head, [B, T, H, n]; the weight's gradient also sums over heads."""
     if formula.kind == "layer":
-        raise UnsupportedError(
-            expected="LayerNorm of rows, [batch, tokens, features]",
-            received=f"LayerNorm of heads, {list(x.shape)}, in a module of type {type(module).__name__}",
-            remedy="isobit.layer_norm has no sum over heads for its weight; RMSNorm of heads is supported",
-        )
+        refuse_layer_norm_of_heads(f"{list(x.shape)}, in a module of type {type(module).__name__}")
     samples, tp_group, eps = current_layout().samples, tp_group_of(module), formula.epsilon(module)
     if tp_group is not None:
         return head_norm(x, module.weight, eps, tp_group=tp_group, samples=samples)
     if formula.offset:
         return offset_norm(formula, module, x, samples, heads=True)
     return rms_norm(x, weight_of(formula, module, x), eps, samples=samples, heads=True)
+
+
+def refuse_layer_norm_of_heads(where: str) -> NoReturn:
+    """Raise: isobit.layer_norm has no sum over heads for its weight."""
+    raise UnsupportedError(
+        expected="LayerNorm of rows, [batch, tokens, features]",
+        received=f"LayerNorm of heads: {where}",
+        remedy="isobit.layer_norm has no sum over heads for its weight; RMSNorm of heads is supported",
+    )
 
 
 def weight_of(formula: NormFormula, module: Any, x: Tensor) -> Tensor:

@@ -91,6 +91,7 @@ OPERATORS = (
     ast.Div,
     ast.FloorDiv,
     ast.Mod,
+    ast.Pow,
     ast.BitXor,
     ast.BitAnd,
     ast.BitOr,
@@ -142,6 +143,6 @@ def is_plumbing(call: ast.Call, local: set[str], backbone: bool) -> bool:
         return (
             True  # a child, which is looked at by itself, or a method, whose source is walked too
         )
-    if text.startswith(("torch.", "F.", "nn.")):
-        return False
+    if text.startswith(("torch.", "F.", "nn.")) and text.replace(".", "").isidentifier():
+        return False  # a function of torch, and not a method of what one returns
     return name.attr in METHODS or (backbone and name.attr in METHODS_OF_BACKBONES)

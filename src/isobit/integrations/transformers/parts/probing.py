@@ -60,7 +60,10 @@ def compute_norm(formula: NormFormula, module: Any, x: Tensor) -> Tensor:
 @torch.no_grad()
 def compare_norm(module: nn.Module, formula: NormFormula) -> float:
     """Return the largest difference between a module's own forward and a formula, over several kinds of input."""
-    twin = copy.deepcopy(module).to("cpu").float()
+    twin = copy.deepcopy(module)
+    if any(parameter.device.type == "meta" for parameter in twin.parameters()):
+        twin.to_empty(device="cpu")
+    twin.to("cpu").float()
     twin.__dict__.pop("forward", None)
     drawn = torch.Generator().manual_seed(7)
     for parameter in twin.parameters():

@@ -6,7 +6,9 @@ See [Note: parts] in this package.
 from __future__ import annotations
 
 import ast
+import inspect
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -15,6 +17,7 @@ from isobit.errors import UnsupportedError
 from isobit.integrations.transformers.package import library
 from isobit.integrations.transformers.parts import (
     activations,
+    attention,
     composites,
     embedding,
     gated_mlp,
@@ -86,7 +89,7 @@ class Plan:
         """The classes whose forwards decide what was recognised."""
         return list(dict.fromkeys(plain_type(module) for module in self.parts))
 
-    @property
+    @cached_property
     def configs(self) -> list[Any]:
         """The configs by which composites choose their attention function, each once."""
         found = {id(m.config): m.config for m in self.parts if hasattr(m, "config")}
@@ -295,16 +298,42 @@ def find_composite(name: str, module: nn.Module, digest: str) -> Part:
     for call, found in rotations.items():
         where += f"; {call} by {found.style}, {found.found}"
         shipped = shipped and found.shipped
-    if isinstance(module, library("modeling_layers").GradientCheckpointingLayer):
+    if "ALL_ATTENTION_FUNCTIONS" in function.__code__.co_names:
+        check_keywords(name, module, function)
+        check_head_norms(name, module)
+        return Part("attention", composites.forward_composite, (), where, shipped)
+    if function.__code__.co_flags & inspect.CO_VARKEYWORDS:  # its keywords take the layout through
         return Part("layer", composites.forward_layer, (), where, shipped)
-    attends = "ALL_ATTENTION_FUNCTIONS" in function.__code__.co_names
-    forward = composites.forward_composite
-    return Part("attention" if attends else "composite", forward, (), where, shipped)
+    return Part("composite", composites.forward_composite, (), where, shipped)
+
+
+def check_keywords(name: str, module: nn.Module, function: Any) -> None:
+    """Raise if a composite passes its attention function something that changes attention and is not computed."""
+    for node in ast.walk(tree_of(function)):
+        for word in node.keywords if isinstance(node, ast.Call) else ():
+            if word.arg in attention.OTHERS and isinstance(word.value, ast.Attribute):
+                value: Any = module
+                for key in ast.unparse(word.value).split(".")[1:]:
+                    value = getattr(value, key, None)
+                if value is not None:
+                    attention.refuse_keyword(word.arg, f"{name} of type {type(module).__name__}")
+
+
+def check_head_norms(name: str, module: Any) -> None:
+    """Raise for LayerNorm of heads, whose weight's gradient would be a sum over heads too."""
+    for child, inner in module.named_children():
+        if plain_type(inner) is nn.LayerNorm and inner.normalized_shape[-1] == getattr(
+            module, "head_dim", None
+        ):
+            norms.refuse_layer_norm_of_heads(f"{name}.{child}, with a weight of {module.head_dim}")
 
 
 def find_backbone(module: nn.Module, forward: Forward) -> Part:
     """Return how the backbone runs: by its own code, with the positions of the layout."""
     kind = plain_type(module)
+    registered = find_registered(kind)
+    if registered is not None and registered.name == "composite":
+        return Part("backbone", forward, (), "registered", shipped=False)
     digest = digest_of_class(kind)
     shipped = digest in COMPOSITES
     where = f"source of {COMPOSITES[digest]}" if shipped else "plumbing only"
