@@ -168,4 +168,5 @@ def kept(p: float, keys: Tensor, module: str, channels: int) -> Tensor:
     named = mix((keys ^ as_int64(request_number(module))) + GOLDEN)
     channel = torch.arange(channels, dtype=torch.int64, device=keys.device)
     number = mix((named.unsqueeze(1) ^ channel) + GOLDEN)
-    return shift_right(number, 64 - BITS) >= math.ceil(p * 2**BITS)
+    found: Tensor = shift_right(number, 64 - BITS) >= math.ceil(p * 2**BITS)
+    return found

@@ -23,7 +23,8 @@ def inner_model(model: Any) -> Any:
     """
     if not isinstance(model, nn.Module) or not is_peft(model):
         return model
-    config = getattr(model, "active_peft_config", None)
+    outer: Any = model
+    config: Any = getattr(outer, "active_peft_config", None)
     if getattr(config, "is_prompt_learning", False):
         kind = getattr(config.peft_type, "value", config.peft_type)
         raise UnsupportedError(
@@ -32,7 +33,7 @@ def inner_model(model: Any) -> Any:
             remedy="train LoRA, peft.LoraConfig(…); or pass the embeddings of the prompt as inputs_embeds to the "
             "enabled model inside, peft_model.get_base_model()",
         )
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model.model
+    inner = outer.get_base_model() if hasattr(outer, "get_base_model") else outer.model
     return inner if isinstance(inner, nn.Module) else model
 
 

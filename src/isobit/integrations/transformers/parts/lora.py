@@ -31,7 +31,7 @@ from isobit.ops.linear.group import linear_group
 from isobit.ops.linear.merged import Adapter, MergedLayer, merged_linear_group
 from isobit.ops.linear.op import linear
 
-MODES = ("beside", "merged")
+MODES: tuple[str, ...] = ("beside", "merged")
 
 
 class LiveAdapter(NamedTuple):
