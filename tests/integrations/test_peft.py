@@ -353,3 +353,23 @@ def test_packed_samples_have_masks_of_their_own():
     assert not bits.equal(logits[: LENGTHS[0]], logits[LENGTHS[0] :])
     assert len(packed()[0][0]) == sum(LENGTHS)
     assert grads_of(model) == {}
+
+
+def test_the_source_of_lora_was_read_and_another_is_compared_with_stock(monkeypatch):
+    from peft.tuners.lora.layer import Linear
+
+    from isobit.integrations.transformers.parts import digests, lora, recognition
+    from isobit.integrations.transformers.parts.source import digest_of_class
+
+    assert digests.LORA[digest_of_class(Linear)] == "peft.tuners.lora.layer.Linear"
+    monkeypatch.setattr(recognition, "LORA", {})  # as with a version of PEFT that was not read
+    assert bits.equal(score(isobit.enable(adapted())), score(isobit.enable(adapted())))
+    right = lora.live_adapters
+
+    def doubled(wrapper, name):
+        for one in right(wrapper, name):
+            yield one._replace(weights=one.weights._replace(scale=2 * one.weights.scale))
+
+    monkeypatch.setattr(lora, "live_adapters", doubled)  # planted: not what PEFT computes
+    with pytest.raises(UnsupportedError, match="another one: the largest difference"):
+        isobit.enable(adapted())
