@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 import isobit
@@ -249,6 +250,15 @@ def test_the_remedy_of_a_head_that_more_words_replaced():
     stock = model(IDS).logits.detach()
     isobit.enable(model)
     torch.testing.assert_close(model(IDS).logits, stock, atol=1e-5, rtol=1e-5)
+
+
+def test_a_pickled_model_runs_where_nothing_was_enabled_before(model):
+    """As in another process: transformers' registries do not have isobit's attention there."""
+    isobit.enable(model)
+    expected, data = model(IDS).logits, pickle.dumps(model)
+    for registry in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
+        registry._global_mapping.pop("isobit")
+    assert bits.equal(pickle.loads(data)(IDS).logits, expected)
 
 
 def test_copies_check_their_own_modules(model):

@@ -108,6 +108,21 @@ def test_a_soft_cap_of_the_head_is_named():
         model(IDS)
 
 
+def test_an_embedding_of_an_embedding_that_is_another_is_named():
+    """Its source is that of a scaled embedding, but what it scales is computed by another class."""
+    config = transformers.GemmaConfig(**SIZES, pad_token_id=0)
+    model = transformers.GemmaForCausalLM(config).eval()
+    kind = type(model.model.embed_tokens)
+
+    class Doubled(torch.nn.Embedding):
+        def forward(self, ids):
+            return 2 * super().forward(ids)
+
+    model.model.embed_tokens.__class__ = type("Scaled", (kind, Doubled), {})
+    with pytest.raises(UnsupportedError, match="embed_tokens of type .*Scaled"):
+        isobit.enable(model)
+
+
 def test_a_soft_cap_of_attention_is_named():
     config = transformers.Gemma2Config(**SIZES, pad_token_id=0, final_logit_softcapping=None)
     model = transformers.Gemma2ForCausalLM(config).eval()

@@ -95,7 +95,8 @@ def check_known(plan: Plan) -> None:
         if plan.parts[parent].name != "attention" or part.name != "norm":
             continue
         formula = part.settings[0]
-        whole = getattr(module, "weight", None) is None or len(module.weight) != parent.head_dim
+        weight: Any = getattr(module, "weight", None)
+        whole = weight is None or len(weight) != parent.head_dim
         if last not in AXES or whole or formula.offset or formula.kind != "rms":
             refuse_cut(
                 f"{name} of type {type(module).__name__}, a norm that is not of each head by its own weight"

@@ -128,7 +128,10 @@ def check_registered(configs: Iterable[Any]) -> None:
                 received=repr(chosen),
                 remedy="disable isobit before setting another, and give each enabled model a config of its own",
             )
-    found = library("modeling_utils").ALL_ATTENTION_FUNCTIONS[ATTENTION]
+    known = library("modeling_utils").ALL_ATTENTION_FUNCTIONS
+    if ATTENTION not in known:  # the model was enabled in another process, and pickled
+        register_attention()
+    found = known[ATTENTION]
     if found is not attend:
         raise UnsupportedError(
             expected=f"isobit's attention under the name {ATTENTION!r} in transformers' registry",

@@ -46,9 +46,13 @@ def forward_layer(module: nn.Module, *given: Any, **named: Any) -> Any:
         return output
 
 
+def rebound(kind: Any) -> Any:
+    """Return a class's forward, as it is now, as a function whose rotations are isobit's."""
+    return _rebound(kind, kind.forward)
+
+
 @lru_cache(maxsize=1024)
-def rebound(kind: type[nn.Module]) -> Any:
-    """Return a class's forward as a function whose rotations are isobit's."""
+def _rebound(kind: Any, forward: Any) -> Any:
     return rebound_function(function_of(plain_class(kind)))
 
 

@@ -29,4 +29,5 @@ def forward_embedding(module: nn.Embedding, ids: Tensor) -> Tensor:
 def forward_scaled_embedding(scale: str, module: Any, ids: Tensor) -> Tensor:
     """Look up rows, and multiply them by the module's tensor of that name, rounded to their dtype."""
     rows = forward_embedding(module, ids)
-    return rows * getattr(module, scale).to(module.weight.dtype)
+    factor: Tensor = getattr(module, scale)
+    return rows * factor.to(module.weight.dtype)

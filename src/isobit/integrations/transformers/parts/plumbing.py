@@ -99,7 +99,7 @@ OPERATORS = (
 
 
 @lru_cache(maxsize=1024)
-def find_computation(function: Any, kind: type, backbone: bool = False) -> str | None:
+def find_computation(function: Any, kind: Any, backbone: bool = False) -> str | None:
     """Return the first thing in a forward that is neither a call of a child nor a move of data, or None."""
     for one in functions_below(kind, function):
         tree = tree_of(one)

@@ -264,7 +264,7 @@ def find_by_digest(name: str, module: Any, digest: str) -> Part | None:
         rotary.check_kind(name, module)
         path = ROTARY_EMBEDDINGS[digest]
         return Part("rotary embedding", rotary.forward_rotary, (), f"source of {path}")
-    if digest in EMBEDDINGS and isinstance(module, nn.Embedding):
+    if digest in EMBEDDINGS and plain_type(module).__bases__ == (nn.Embedding,):
         path, scale = EMBEDDINGS[digest]
         forward = embedding.forward_scaled_embedding
         return Part("embedding", forward, (scale,), f"source of {path}")
@@ -275,8 +275,8 @@ def find_by_digest(name: str, module: Any, digest: str) -> Part | None:
         act = "act_fn" if form == "separate" else "activation_fn"
         if activations.kind_of_activation(getattr(module, act)) == "silu":
             packed, separate = gated_mlp.forward_packed_swiglu, gated_mlp.forward_swiglu
-            forward = separate if form == "separate" else packed
-            return Part("gated MLP", forward, (), f"source of {path}", inside=(act,))
+            chosen = separate if form == "separate" else packed
+            return Part("gated MLP", chosen, (), f"source of {path}", inside=(act,))
     return None
 
 
@@ -351,7 +351,7 @@ def join_siblings(plan: Plan) -> None:
     for module, part in list(plan.parts.items()):
         if part.name not in ("attention", "composite", "layer", "gated MLP"):
             continue
-        for children in siblings_in(module, lambda child: linear.base_linear(child) is not None):
+        for children in sharing(module, part):
             layers, groups = linear.find_layers(plan.names[module], module, children)
             called = [getattr(module, child) for child in children]
             give_siblings(plan, layers, groups, called)
@@ -372,6 +372,15 @@ def give_siblings(
         siblings = lora.AdaptedSiblings(layers, groups, wrappers, names, plan.adapters)
     for module in called:
         plan.parts[module] = replace(plan.parts[module], settings=(siblings,))
+
+
+def sharing(module: nn.Module, part: Part) -> list[tuple[str, ...]]:
+    """Return the names of children that are linear layers and share an input."""
+    if part.forward is gated_mlp.forward_named_swiglu:
+        children = part.settings[:2]  # gate and up
+        is_linear = all(linear.base_linear(getattr(module, name)) for name in children)
+        return [children] if is_linear else []
+    return siblings_in(module, lambda child: linear.base_linear(child) is not None)
 
 
 def dropouts_of(module: nn.Module, part: Part) -> list[str]:
