@@ -13,6 +13,7 @@ from torch import nn
 import isobit
 from isobit.integrations.transformers.coverage import Coverage, Use, observe, walk_gradients
 from isobit.integrations.transformers.operator_table import find_reason
+from isobit.integrations.transformers.residual import fork
 
 aten = torch.ops.aten
 W = torch.randn(8, 8)
@@ -211,3 +212,34 @@ def test_a_gradient_of_before_counts():
     x.grad = torch.ones(4)
     (found,) = walk_gradients(x.exp() + x.neg())
     assert "parameter [4] with 3 gradients" in found.operator
+
+
+def test_slices_that_do_not_overlap_are_one_gradient():
+    """As a packed projection that is cut into queries, keys and values: each element has one gradient."""
+    x = torch.randn(2, 5, 12, requires_grad=True) * 1.0
+    apart = [x[..., :4], x[..., 4:8], x[..., 8:]]
+    assert not walk_gradients([part * 2 for part in apart])
+    overlapping = [x[..., :5], x[..., 4:8], x[..., 8:]]
+    assert [use.operator for use in walk_gradients([p * 2 for p in overlapping])] == [
+        "the output of Mul with 3 gradients"
+    ]
+    other_axis = [x[:, :2], x[..., 4:8], x[..., 8:]]
+    assert walk_gradients([part * 2 for part in other_axis])
+    steps = [x[..., 0::3], x[..., 1::3], x[..., 2::3]]
+    assert walk_gradients([part * 2 for part in steps])  # only contiguous slices are looked at
+    assert walk_gradients([*(part * 2 for part in apart), x * 3, x * 4])
+
+
+def test_uses_of_a_value_are_added_from_left_to_right_in_fp32():
+    x = torch.ones(3, dtype=torch.bfloat16, requires_grad=True)
+    grads = [torch.full((3,), v, dtype=torch.bfloat16) for v in (256.0, 1.0, 1.0)]
+    uses = fork(x, 3)
+    assert len(uses) == 3
+    torch.autograd.backward(list(uses), grads)
+    assert x.grad.tolist() == [258.0] * 3  # in bf16, 256 + 1 is 256
+    with torch.no_grad():
+        assert all(use is x for use in fork(x, 4))
+    y = torch.ones(3, requires_grad=True)
+    first, _, third = fork(y, 3)
+    (first * 2 + third * 3).sum().backward()
+    assert y.grad.tolist() == [5.0] * 3

@@ -79,3 +79,16 @@ def test_the_remedy_works():
     assert torch.equal(model.model.rotary_emb.inv_freq, loaded.model.rotary_emb.inv_freq)
     with silent():
         isobit.enable(model)
+
+
+def test_frequencies_of_each_kind_of_layer_are_looked_at():
+    """Models with windows may have a table for each kind of layer, each with frequencies of its own name."""
+    from benchmarks.families import build
+
+    model = build("gemma3_text", torch.bfloat16)  # in fp32, as from_pretrained makes them
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RotaryWarning)
+        isobit.enable(model)
+    isobit.disable(model)
+    with pytest.warns(RotaryWarning, match=r"rotary_emb\.\w+_attention_inv_freq is bfloat16"):
+        isobit.enable(model.to(torch.bfloat16))

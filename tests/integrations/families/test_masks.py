@@ -119,7 +119,7 @@ def test_an_embedding_of_an_embedding_that_is_another_is_named():
             return 2 * super().forward(ids)
 
     model.model.embed_tokens.__class__ = type("Scaled", (kind, Doubled), {})
-    with pytest.raises(UnsupportedError, match="embed_tokens of type .*Scaled"):
+    with pytest.raises(UnsupportedError, match=r"embed_tokens of type .*Scaled"):
         isobit.enable(model)
 
 

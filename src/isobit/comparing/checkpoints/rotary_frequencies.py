@@ -21,13 +21,16 @@ MARK = (
 def warn_of_rounded_frequencies(model: torch.nn.Module, name: str = "model") -> None:
     """Warn, once per module, of frequencies that are not fp32, by their names; `name` is what to call the model."""
     for path, module in model.named_modules():
-        frequencies = module._buffers.get(NAME)
-        if frequencies is None or frequencies.dtype == torch.float32 or MARK in module.__dict__:
+        held = {key: module._buffers[key] for key in names_of_frequencies(module)}
+        rounded = [k for k, v in held.items() if v is not None and v.dtype != torch.float32]
+        if not rounded or MARK in module.__dict__:
             continue
+        key = rounded[0]
+        dtype = str(module._buffers[key].dtype)[6:]  # type: ignore[union-attr]
         module.__dict__[MARK] = True
         place = f"{name}.{path}" if path else name
         warnings.warn(
-            f"isobit: {place}.{NAME} is {str(frequencies.dtype)[6:]}, expected float32. model.to(dtype) rounds the "
+            f"isobit: {place}.{key} is {dtype}, expected float32. model.to(dtype) rounds the "
             "rotary frequencies, which no checkpoint contains: an engine that loads the weights computes them in fp32, "
             "and its log-probabilities differ. Load the model by from_pretrained(..., dtype=...) or "
             f"from_config(..., dtype=...), or restore them before enabling: "
@@ -40,5 +43,10 @@ def warn_of_rounded_frequencies(model: torch.nn.Module, name: str = "model") -> 
 def accept_rounded_frequencies(model: torch.nn.Module) -> None:
     """Do not warn of a model that is compared with itself alone."""
     for module in model.modules():
-        if NAME in module._buffers:
+        if names_of_frequencies(module):
             module.__dict__[MARK] = True
+
+
+def names_of_frequencies(module: torch.nn.Module) -> list[str]:
+    """Return the buffers that are frequencies: one, or one for each kind of layer."""
+    return [key for key in module._buffers if key.endswith(NAME) and "original" not in key]

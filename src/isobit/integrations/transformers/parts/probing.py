@@ -24,7 +24,7 @@ def inputs_of(width: int) -> list[Tensor]:
     drawn = torch.randn(2, 5, width, generator=torch.Generator().manual_seed(0))
     spike = torch.zeros(2, 5, width)
     spike[..., 1] = 3.0
-    shifted = drawn * 1e-2 + 5.0
+    shifted = drawn + 1.0
     return [
         drawn,
         drawn * 1e-3,

@@ -282,7 +282,7 @@ def find_by_digest(name: str, module: Any, digest: str) -> Part | None:
 
 def find_composite(name: str, module: nn.Module, digest: str) -> Part:
     """Return how a module that has children runs: by its own code, if that adds nothing."""
-    kind = plain_type(module)
+    kind: Any = plain_type(module)
     function = function_of(kind)
     shipped = digest in COMPOSITES or digest in GATED_MLPS
     where = f"source of {COMPOSITES.get(digest) or (GATED_MLPS[digest][0] if shipped else '')}"
@@ -330,7 +330,7 @@ def check_head_norms(name: str, module: Any) -> None:
 
 def find_backbone(module: nn.Module, forward: Forward) -> Part:
     """Return how the backbone runs: by its own code, with the positions of the layout."""
-    kind = plain_type(module)
+    kind: Any = plain_type(module)
     registered = find_registered(kind)
     if registered is not None and registered.name == "composite":
         return Part("backbone", forward, (), "registered", shipped=False)
