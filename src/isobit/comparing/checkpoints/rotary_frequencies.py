@@ -26,7 +26,7 @@ def warn_of_rounded_frequencies(model: torch.nn.Module, name: str = "model") -> 
         if not rounded or MARK in module.__dict__:
             continue
         key = rounded[0]
-        dtype = str(module._buffers[key].dtype)[6:]  # type: ignore[union-attr]
+        dtype = str(module._buffers[key].dtype)[6:]
         module.__dict__[MARK] = True
         place = f"{name}.{path}" if path else name
         warnings.warn(
