@@ -113,10 +113,11 @@ def make_trainer() -> type:
             terms = pair_terms(chosen, rejected, margin)
             pairs = len(terms) if num_items_in_batch is None else num_items_in_batch
             loss = exact_sum(terms) / divisor(pairs, terms)
-            if self.args.center_rewards_coefficient is not None:
+            args: Any = self.args
+            if args.center_rewards_coefficient is not None:
                 squares = (chosen.float() + rejected.float()).square()
                 mean = exact_sum(squares) / divisor(pairs, squares)
-                loss = loss + self.args.center_rewards_coefficient * mean
+                loss = loss + args.center_rewards_coefficient * mean
             outputs.logits = torch.cat((chosen, rejected)).unsqueeze(-1)
             # TRL's metrics, of the rewards in its order; its loss is not used.
             known: Any = partial(known_outputs, outputs)

@@ -74,7 +74,7 @@ class OffsetNorm(torch.autograd.Function):
         return round_once(y, x.dtype)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return dx and dweight; the latter is not rounded where the samples are a share."""
         x, weight, scales, spans = ctx.saved_tensors
