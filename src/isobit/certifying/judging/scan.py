@@ -26,6 +26,7 @@ from isobit.certifying.running.execution import Pilot, call
 from isobit.errors import IsobitError
 
 ROUNDS = 3  # scans: what the first finds may be executed, and then more may be known
+ADDED = 2  # row counts that a scan adds
 MOST = 1 << 16
 SCANNED = tuple(
     sorted(
@@ -281,7 +282,7 @@ def scan_and_add(surveyed: Surveyed, add: bool) -> Scanned:
     """Scan, and let small row counts that launch something else be judged, if the rows are nobody's choice."""
     scanned = scan_rows(surveyed)
     for _ in range(ROUNDS):
-        new = to_execute(scanned) if add else []
+        new = to_execute(scanned)[:ADDED] if add else []
         if not new:
             break
         surveyed.add(new)
