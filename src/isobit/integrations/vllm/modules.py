@@ -106,7 +106,7 @@ def read_frequencies(config: Any) -> tuple[Tensor, float]:
     torch.set_default_dtype(torch.float32)  # vLLM builds models under the model's dtype
     try:
         with torch.device("meta"):  # without weights: only the class of one module is wanted
-            made = AutoModel.from_config(config)
+            made = AutoModel.from_config(config)  # type: ignore[no-untyped-call]
         found = [m for m in made.modules() if any("inv_freq" in name for name in m._buffers)]
         if len(found) != 1 or not hasattr(found[0], "inv_freq"):
             refuse(
