@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from isobit.errors import ArgumentError, IsobitError
-from isobit.integrations.transformers.forwards import OUTER
+from isobit.integrations.transformers.enabling import OUTER
 from isobit.integrations.transformers.package import library
 from isobit.integrations.transformers.parts.part import plain_type
 from isobit.integrations.transformers.parts.recognition import Plan, make_plan
