@@ -197,6 +197,7 @@ def scan_setting(
     surveyed.programs |= {rows: scan.programs for rows, (_, scan, _) in known.items()}
     codes = {tuple(one.code for one in found) for found, _, _ in known.values()}
     single = {one.code for found, _, _ in known.values() for one in found}
+    kernels = {one.kernel for found, _, _ in known.values() for one in found}
     rules = number_rules({rows: found for rows, (found, _, _) in known.items()})
     different: dict[str, list[int]] = {}
     watch = known[judged[-1]][1].watch
@@ -211,7 +212,7 @@ def scan_setting(
         except IsobitError:
             continue  # it does not run, so nothing is claimed
         scanned.counts.append(rows)
-        what = compare(found, codes, single, rules, known[judged[-1]][0], rows)
+        what = compare(found, codes, single, rules, kernels, rows)
         if what:
             different.setdefault(what, []).append(rows)
     scanned.unjudged += [Unjudged(tuple(rows), what) for what, rows in different.items()]
@@ -234,14 +235,13 @@ def compare(
     codes: set[tuple[str, ...]],
     single: set[str],
     rules: dict[tuple[int, str], Rules],
-    reference: list[Launch],
+    kernels: set[str],
     rows: int,
 ) -> str:
     """Return what a row count launches that no judged one does, or ""."""
     new = [one for one in found if one.code not in single]
     if new:
-        names = {one.kernel for one in reference}
-        if new[0].kernel not in names:
+        if new[0].kernel not in kernels:
             return f"{new[0].kernel} is launched, another kernel"
         return f"{new[0].kernel} is another binary: {new[0].says}"
     if tuple(one.code for one in found) not in codes:
