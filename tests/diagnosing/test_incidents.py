@@ -10,7 +10,7 @@ from torch import nn
 from isobit.cli.main import main
 from isobit.diagnosing.diagnosis import diagnose
 from isobit.diagnosing.run_folder import look_into
-from isobit.guards import sinks, watch
+from isobit.guards import Intervals, sinks, watch
 from tests.profiling.synthetic import Chrome
 
 
@@ -53,7 +53,8 @@ def train(folder, wrong, steps=12, **options):
     if "optimizer" in wrong:
         wrong["optimizer"](model, optimizer)
     sink = sinks.JsonLines(folder / "events.jsonl")
-    with watch(model, optimizer, sinks=[sink], gradients_every=1, every=1, **options) as guard:
+    every = Intervals(weights=1, gradients=1)
+    with watch(model, optimizer, sinks=[sink], intervals=every, **options) as guard:
         for step in range(steps):
             ids = torch.randint(32, (8, 12))
             optimizer.zero_grad()
