@@ -136,8 +136,9 @@ def add_commands(
     parser: argparse.ArgumentParser, dest: str, names: Mapping[str, str], chosen: str
 ) -> Any:
     """Add commands by name, except the chosen one, which is added with its options."""
+    shown = dest if dest == "command" else f"{{{','.join(names)}}}"
     commands = parser.add_subparsers(
-        dest=dest, required=True, metavar=dest, parser_class=PlainParser
+        dest=dest, required=True, metavar=shown, parser_class=PlainParser
     )
     for name, about in names.items():
         if name != chosen:
