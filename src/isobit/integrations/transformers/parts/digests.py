@@ -1,4 +1,4 @@
-"""Digests of the sources that were read; tests/integrations/families/test_digests.py recomputes them.
+"""Digests of the sources that were read; tests/integrations/families/test_shipped_digests.py recomputes them.
 
 This is the only file that names model families. An entry is the digest of a forward (source.py), the class or function
 where it was read, and what it computes. A source that changes with a new version of transformers has another digest:
