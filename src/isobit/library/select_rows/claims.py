@@ -23,7 +23,8 @@ from isobit.ops.select_rows.op import select_rows
 from isobit.order.samples import Samples
 
 Select = Callable[[Tensor, Tensor], Tensor]
-LENGTHS = (1, 3, 0, 7, 9, 5, *(2, 1) * 16)  # of samples: a copy knows no leaves, so they need not be longer
+# Of samples: a copy knows no leaves, so they need not be longer.
+LENGTHS = (1, 3, 0, 7, 9, 5, *(2, 1) * 16)
 
 
 @dataclass(frozen=True)
