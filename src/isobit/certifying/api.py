@@ -16,7 +16,7 @@ import torch
 from isobit import __version__
 from isobit.certifying.judging.certificate import cautions, judge_target, shared_targets
 from isobit.certifying.judging.configurations import Surveyed, plan
-from isobit.certifying.judging.first_call import compare_first, first_launches
+from isobit.certifying.judging.first_call import compare_first, first_launches, not_looked_for
 from isobit.certifying.judging.judging import shown
 from isobit.certifying.judging.scan import Scanned, scan_and_add
 from isobit.certifying.records import Certified, TargetReport, TensorRead
@@ -131,7 +131,7 @@ def certify(
     triton = triton_package()
     targets = tuple(dict.fromkeys(check_target(target) for target in targets))
     plans = plan(function, rows, vary or {})
-    notes: list[str] = []
+    notes = [why] if (why := not_looked_for()) and len(plans) > 1 else []
     unjudged: list[str] = []
     unsettled: list[str] = []
     scanned = Scanned()

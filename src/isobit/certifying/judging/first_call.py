@@ -26,11 +26,12 @@ def first_launches(
     """Return what row counts launch if they are called from the largest to the smallest.
 
     A plan that is cached by the first call would otherwise be the one of the smallest row count in all calls. The
-    calls are made in a copy of this process, so that they leave nothing behind; {} if there is none, as with threads.
+    calls are made in a copy of this process, so that they leave nothing behind; {} if there is none, as with threads:
+    then `not_looked_for` says so.
     """
     settings = plans[0].settings if plans else ()
     counts = sorted({p.rows for p in plans if p.rows is not None and p.settings == settings})
-    if len(counts) < 2 or not hasattr(os, "fork") or threading.active_count() > 1:
+    if len(counts) < 2 or not_looked_for():
         return {}
     reading, writing = os.pipe()
     child = os.fork()
@@ -50,6 +51,14 @@ def first_launches(
         os._exit(0)
     os.close(writing)
     return {int(rows): codes for rows, codes in json.loads(read(reading, child)).items()}
+
+
+def not_looked_for() -> str:
+    """Return why this process cannot be copied, as a note of the certificate; "" if it can."""
+    if hasattr(os, "fork") and threading.active_count() == 1:
+        return ""
+    why = "has threads" if hasattr(os, "fork") else "cannot be copied"
+    return f"whether the function keeps what it chose in its first call was not judged: this process {why}"
 
 
 def read(reading: int, child: int) -> str:
