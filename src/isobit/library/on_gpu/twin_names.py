@@ -176,7 +176,7 @@ TWINS: dict[str, str] = {
 AROUND: frozenset[str] = frozenset(
     f"{LIBRARY}.{module}:{name}"
     for module, names in {
-        "rms_norm.claims": "summed_backwards",
+        "rms_norm.claims": "offset_forgotten offset_rounded summed_backwards",
         "layer_norm.claims": "summed_backwards without_bias",
         "softmax.claims": "of_zeros",
         "log_softmax.claims": "a_hair_more of_zeros summed_backwards",
