@@ -71,7 +71,7 @@ def test_the_self_check_can_fail(monkeypatch):
     wrong = Tree("planted", 33, chain(range(33)), replays=Replayed(8))
     monkeypatch.setattr(certificate, "reveal", lambda target, **_: wrong)
     with pytest.raises(isobit.EngineError, match="planted order"):
-        certificates.certify(by_rows, [1])
+        certificates.compare_orders(by_rows, [1])
 
 
 def test_the_self_check_wants_the_compensated_sum_refused(monkeypatch):
