@@ -96,7 +96,7 @@ def certify(
     executed on this CPU; every value carries the name of the expression that made it. Equal names mean equal bits for
     all float inputs, so two configurations whose rows have the same names cannot differ on any of them on one GPU.
 
-    `isobit.reveal.certify` is another function: it finds the order of sums of code that it can only call.
+    `isobit.reveal.compare_orders` is another function: it finds the order of sums of code that it can only call.
 
     Args:
         function: Ordinary wrapper code: it makes tensors on the CPU, launches kernels and returns what they wrote.

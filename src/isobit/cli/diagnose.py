@@ -20,7 +20,7 @@ def add_parser(commands: Any) -> None:
         "dumps of torch's flight recorder and a configuration; gather what profile, runlog, autopsy and preflight find "
         "in them; and say which finding the others follow from: in a transfer, a kernel, a block, a rank or the "
         "training loop; local or global; static (a check before the run finds it) or dynamic. Exit 0: nothing found; "
-        "1: a cause was found; 2: there is nothing to read.",
+        "1: a cause was found; 2: nothing was found, and something, or everything, could not be read.",
         epilog="example: isobit diagnose out/run-17",
     )
     parser.add_argument("folder", type=Path, metavar="RUN", help="the folder of the run")
@@ -53,7 +53,8 @@ def run(options: argparse.Namespace) -> int:
             say(line)
     if found.cause is not None:
         return 1
-    return 0 if found.judged else 2
+    # "Nothing found" is said only of files that were all read.
+    return 0 if found.judged and not found.unreadable else 2
 
 
 def lines_of(found: Diagnosis, checkpoints: tuple[Path, ...], skipped: int) -> list[str]:

@@ -24,8 +24,8 @@ from isobit.guards.configured_steps import judge_plan, plan_of
 from isobit.guards.run_log.readers import read_log
 from isobit.guards.run_log.rules import judge_log
 from isobit.profiling.api import profile_traces
-from isobit.profiling.planting import unordered
 from isobit.profiling.trace import read_traces
+from isobit.profiling.transfers import unordered
 from isobit.simulator.autopsy.examine import examine
 
 LARGEST = 1 << 28  # bytes of a file of events

@@ -139,6 +139,9 @@ CAUSES = (
     PYTHON, QUEUED, OVERHEAD, UNRECORDED,
 )  # fmt: skip
 
+# What the host does that a budget may count.
+COUNTED = {"compilations": COMPILING, "host waits": WAITS, "allocations": ALLOCATING}
+
 SYNC = re.compile(
     r"^(?:cuda|hip)(?:Stream|Device|Event)Synchronize|^(?:cuda|hip)Memcpy(?:WithStream)?$|^cuStreamSynchronize"
 )

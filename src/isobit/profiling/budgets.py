@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,15 +23,11 @@ from isobit.profiling import planting
 from isobit.profiling.api import in_order, profile_traces
 from isobit.profiling.collectives import step_name
 from isobit.profiling.records import Brick, Budgets, Claim, Profile
-from isobit.profiling.trace import Event, Trace, steps_of
+from isobit.profiling.trace import Trace, steps_of
+from isobit.profiling.transfers import copies_by_step, unordered
 
 SLACK = 0.1  # what --propose adds to a measurement
 SHOWN = 2  # violations that a claim's detail names
-COUNTED = {
-    "compilations": causes.COMPILING,
-    "host waits": causes.WAITS,
-    "allocations": causes.ALLOCATING,
-}
 
 
 class Recording:
@@ -60,24 +55,14 @@ class Seen:
     impossible: str = ""  # why it cannot be judged on these traces
 
 
-# --- relations ---------------------------------------------------------------------------------------------------
-
-
 def look_at_transfers(recording: Recording, claim: Claim) -> Seen:
     """Count copies of one direction per step, their bytes, and those of pageable memory."""
     matched, compared, wrong = 0, 0, []
     for trace in recording.traces:
-        steps = steps_of(trace)
-        by_step: dict[str, list[Event]] = {step.name: [] for step in steps}
-        for event in trace.device:
-            if event.kind == "copy" and planting.goes(event, claim.where["direction"]):
-                name = step_name(event, steps)
-                if name:
-                    by_step[name].append(event)
-                    matched += 1
-        for name, copies in by_step.items():
-            place = f"rank {trace.rank}, {name}"
+        for name, copies in copies_by_step(trace, claim.where["direction"]).items():
+            matched += len(copies)
             compared += len(claim.limits)
+            place = f"rank {trace.rank}, {name}"
             most = claim.limits.get("per_step")
             if most is not None and len(copies) > most:
                 wrong.append(f"{place}: {len(copies)} copies, at most {most}")
@@ -93,14 +78,11 @@ def look_at_transfers(recording: Recording, claim: Claim) -> Seen:
 def look_at_synchronisation(recording: Recording, claim: Claim) -> Seen:
     """Require a synchronising call between a kernel of another stream and a copy that was launched after it."""
     matched, wrong = 0, []
+    direction = claim.where["direction"]
     for trace in recording.traces:
-        steps = steps_of(trace)
-        for event in trace.device:
-            if event.kind != "copy" or event.launch is None or not step_name(event, steps):
-                continue
-            if planting.goes(event, claim.where["direction"]):
-                matched += 1
-        for copy, kernel in planting.unordered(trace, claim.where["direction"]):
+        copies = [one for found in copies_by_step(trace, direction).values() for one in found]
+        matched += sum(copy.launch is not None for copy in copies)
+        for copy, kernel in unordered(trace, direction):
             runs = ", which still ran" if kernel.end > copy.start else ""
             wrong.append(
                 f"rank {trace.rank}: {copy.name} at {copy.start} ns is not ordered after "
@@ -113,7 +95,7 @@ def look_at_bounds(recording: Recording, claim: Claim) -> Seen:
     """Compare the time of bricks with the least that they can take."""
     matched, compared, wrong, without = 0, 0, [], 0
     for rank in recording.profile.ranks:
-        found = [brick for brick in rank.bricks if is_meant(brick, claim)]
+        found = [brick for brick in rank.bricks if claim.means(brick)]
         known = [brick for brick in found if brick.bound]
         without += len(found) - len(known)
         matched += len(known)
@@ -165,16 +147,10 @@ def look_at_waiting(recording: Recording, claim: Claim) -> Seen:
 def look_at_counts(recording: Recording, claim: Claim) -> Seen:
     """Count calls of one kind per step."""
     matched, compared, wrong = 0, 0, []
-    cause, most = COUNTED[claim.where["of"]], claim.limits["per_step"]
+    cause, most = causes.COUNTED[claim.where["of"]], claim.limits["per_step"]
     for trace in recording.traces:
-        steps = steps_of(trace)
-        number = dict.fromkeys((step.name for step in steps), 0)
-        for event in trace.host_slices:
-            matched += 1
-            if cause in causes.reasons_of(event.kind, event.name, event.loading):
-                name = step_name(event, steps)
-                if name:
-                    number[name] += 1
+        number = calls_by_step(trace, cause)
+        matched += len(trace.host_slices)
         compared += len(number)
         wrong += [
             f"rank {trace.rank}, {name}: {count} {claim.where['of']}, at most {most}"
@@ -184,13 +160,25 @@ def look_at_counts(recording: Recording, claim: Claim) -> Seen:
     return Seen(matched, compared, tuple(wrong))
 
 
+def calls_by_step(trace: Trace, cause: str) -> dict[str, int]:
+    """Return how often the host does something of one kind in each step."""
+    steps = steps_of(trace)
+    number = dict.fromkeys((step.name for step in steps), 0)
+    for event in trace.host_slices:
+        if cause in causes.reasons_of(event.kind, event.name, event.loading):
+            name = step_name(event, steps)
+            if name:
+                number[name] += 1
+    return number
+
+
 def look_at_time(recording: Recording, claim: Claim) -> Seen:
     """Compare the time per step of bricks, or of the step itself, in milliseconds."""
     matched, wrong = 0, []
     most = claim.limits["ms_per_step"]
     for rank in recording.profile.ranks:
         if claim.where:
-            found = [brick for brick in rank.bricks if is_meant(brick, claim)]
+            found = [brick for brick in rank.bricks if claim.means(brick)]
             matched += len(found)
             ns = sum(brick.ns for brick in found)
         else:
@@ -199,16 +187,6 @@ def look_at_time(recording: Recording, claim: Claim) -> Seen:
         if each > most:
             wrong.append(f"rank {rank.rank}: {each:,.3f} ms per step, at most {most:,.3f}")
     return Seen(matched, len(recording.profile.ranks), tuple(wrong))
-
-
-def is_meant(brick: Brick, claim: Claim) -> bool:
-    """Whether a claim is about a brick: by operator (names and * patterns, split by |), shapes and kind."""
-    names = claim.where.get("operator", "*").split("|")
-    return (
-        brick.kind == claim.where.get("kind", brick.kind)
-        and brick.shapes == claim.where.get("shapes", brick.shapes)
-        and any(fnmatchcase(brick.operator, name) for name in names)
-    )
 
 
 def share_of(parts: dict[str, int], cause: str) -> int:
@@ -245,9 +223,6 @@ RELATIONS = {
     ),
 }
 SHARES = ("idle", *causes.CAUSES)
-
-
-# --- the file ----------------------------------------------------------------------------------------------------
 
 
 def read_budgets(path: Path) -> Budgets:
@@ -299,7 +274,7 @@ def read_claim(node: Node, path: Path) -> Claim:
     if relation.limits and not limits:
         refuse(path, node.line, f"a limit of {name}: {', '.join(relation.limits)}", "none")
     chosen = {key: text_of(value, path) for key, value in where.items()}
-    known = {"share": SHARES, "count": tuple(COUNTED)}.get(name, ())
+    known = {"share": SHARES, "count": tuple(causes.COUNTED)}.get(name, ())
     if known and chosen["of"] not in known:
         refuse(path, node.line, f"of: {', '.join(known)}", repr(chosen["of"]))
     why = text_of(found["if_fails"], path) if "if_fails" in found else ""
@@ -347,9 +322,6 @@ def refuse(path: Path, line: int, expected: str, received: str) -> NoReturn:
         received=f"{path}:{line}: {received}",
         remedy="correct the file; isobit profile TRACE --propose FILE writes a valid one",
     )
-
-
-# --- judging -----------------------------------------------------------------------------------------------------
 
 
 def judge_budgets(
@@ -425,14 +397,11 @@ def judge_plants(claim: Claim, recording: Recording) -> Iterator[Planted]:
     look = RELATIONS[claim.relation].look
     for limit in claim.limits or {"": None}:
         alone = replace(claim, limits={limit: claim.limits[limit]} if limit else {})
-        traces = planting.exceed(recording.traces, recording.profile, alone, is_meant)
+        traces = planting.exceed(recording.traces, recording.profile, alone)
         seen = look(Recording(traces), alone) if traces is not None else Seen(0, 0, ())
         name = limit or claim.relation
         detail = seen.violations[0] if seen.violations else "not noticed"
         yield Planted(name, bool(seen.violations), detail)
-
-
-# --- proposing ---------------------------------------------------------------------------------------------------
 
 
 def propose(traces: Sequence[Trace], slack: float = SLACK) -> str:
@@ -462,8 +431,8 @@ def propose(traces: Sequence[Trace], slack: float = SLACK) -> str:
         waits = sum(one.waiting for one in found.collectives if one.apart)
         share = waits / sum(rank.whole.total for rank in found.ranks)
         add(f"  - {{id: RANKS, relation: waiting, at_most: {share * (1 + slack) + 0.01:.4f}}}")
-    for name, cause in COUNTED.items():
-        most = max(most_per_step(trace, cause) for trace in traces)
+    for name, cause in causes.COUNTED.items():
+        most = max(max(calls_by_step(trace, cause).values(), default=0) for trace in traces)
         key = name.upper().replace(" ", "-")
         add(f"  - {{id: {key}, relation: count, where: {{of: {name}}}, per_step: {most}}}")
     lines += proposed_bricks(found, slack)
@@ -477,15 +446,7 @@ def proposed_transfers(traces: Sequence[Trace]) -> Iterator[str]:
     for direction in ("HtoD", "DtoH", "DtoD"):
         number, size, pageable = 0, 0, False
         for trace in traces:
-            steps = steps_of(trace)
-            for step in steps:
-                copies = [
-                    e
-                    for e in trace.device
-                    if e.kind == "copy"
-                    and planting.goes(e, direction)
-                    and step_name(e, steps) == step.name
-                ]
+            for copies in copies_by_step(trace, direction).values():
                 number, size = max(number, len(copies)), max(size, sum(e.size for e in copies))
                 pageable = pageable or any("Pageable" in e.name for e in copies)
         if number:
@@ -521,15 +482,3 @@ def proposed_bricks(profile: Profile, slack: float, most: int = 5) -> Iterator[s
         if shares:
             least = min(shares) * (1 - slack)
             yield f"  - {{id: BOUND-{number + 1}, relation: of_bound, where: {where}, at_least: {least:.4f}}}"
-
-
-def most_per_step(trace: Trace, cause: str) -> int:
-    """Return the largest number of calls of one kind in a step."""
-    steps = steps_of(trace)
-    number = dict.fromkeys((step.name for step in steps), 0)
-    for event in trace.host_slices:
-        if cause in causes.reasons_of(event.kind, event.name, event.loading):
-            name = step_name(event, steps)
-            if name:
-                number[name] += 1
-    return max(number.values(), default=0)

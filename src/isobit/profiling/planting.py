@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from copy import copy
 from typing import Any
 
 from isobit.profiling import account as causes
 from isobit.profiling.bricks import key_of, operator_of, work_of
 from isobit.profiling.collectives import match, step_name
-from isobit.profiling.records import Brick, Claim, Profile
+from isobit.profiling.records import Claim, Profile
 from isobit.profiling.trace import Event, Trace, steps_of
+from isobit.profiling.transfers import goes
 
 MARGIN = 1_000_000  # ns beyond a limit
-ORDERING = ("StreamSynchronize", "DeviceSynchronize", "EventSynchronize", "StreamWaitEvent")
 # A host slice of each reason for idle time.
 HOST_SLICES = {
     causes.LOADING: ("note", "enumerate(DataLoader)#planted"),
@@ -29,51 +28,10 @@ HOST_SLICES = {
 }
 
 
-def goes(event: Event, direction: str) -> bool:
-    """Whether a copy goes in a direction, such as HtoD."""
-    return direction in event.name
-
-
-def unordered(trace: Trace, direction: str) -> Iterator[tuple[Event, Event]]:
-    """Yield copies, each with a kernel of another stream that was launched before and after which nothing waited."""
-    waits = sorted(
-        event.start
-        for event in trace.host_slices
-        if event.kind == "call" and any(word in event.name for word in ORDERING)
-    )
-    streams: dict[Any, list[Event]] = {}
-    for event in trace.device:
-        if event.kind == "kernel" and event.launch is not None and not event.communicates:
-            streams.setdefault(event.thread, []).append(event)
-    launched = {}
-    for stream, kernels in streams.items():
-        kernels.sort(key=lambda event: event.launch.start if event.launch else 0)
-        launched[stream] = [event.launch.start for event in kernels if event.launch]
-    steps = steps_of(trace)
-    for event in trace.device:
-        if event.kind != "copy" or event.launch is None or not goes(event, direction):
-            continue
-        if not step_name(event, steps):
-            continue
-        for stream, kernels in streams.items():
-            index = bisect_left(launched[stream], event.launch.start) - 1
-            if stream == event.thread or index < 0:
-                continue
-            last = kernels[index]
-            assert last.launch is not None
-            between = bisect_left(waits, event.launch.start) - bisect_right(
-                waits, last.launch.start
-            )
-            if between <= 0:
-                yield event, last
-                break
-
-
 def exceed(
     traces: Sequence[Trace],
     profile: Profile,
     claim: Claim,
-    is_meant: Callable[[Brick, Claim], bool],
 ) -> list[Trace] | None:
     """Return traces in which the one limit of a claim is exceeded; None if that cannot be done."""
     limit: str
@@ -93,7 +51,7 @@ def exceed(
         each = profile.ranks[0].whole
         need = int(value * 1e6) * len(profile.ranks[0].steps) - each.total
         return lengthened(traces, "idle", max(need, 0) + MARGIN)
-    return stretched(traces, profile, claim, is_meant, limit, value)
+    return stretched(traces, profile, claim, limit, value)
 
 
 def changed(traces: Sequence[Trace], index: int, **lists: list[Event]) -> list[Trace]:
@@ -101,7 +59,7 @@ def changed(traces: Sequence[Trace], index: int, **lists: list[Event]) -> list[T
     trace = copy(traces[index])
     for name, events in lists.items():
         setattr(trace, name, events)
-    trace.device.sort(key=lambda event: (event.start, event.end))
+    trace.device = sorted(trace.device, key=lambda event: (event.start, event.end))
     return [trace if number == index else one for number, one in enumerate(traces)]
 
 
@@ -249,11 +207,7 @@ def with_late_rank(traces: Sequence[Trace], profile: Profile, value: float) -> l
 
 def with_calls(traces: Sequence[Trace], claim: Claim, value: int) -> list[Trace] | None:
     """Add calls of one kind to the first step."""
-    cause = {
-        "compilations": causes.COMPILING,
-        "host waits": causes.WAITS,
-        "allocations": causes.ALLOCATING,
-    }[claim.where["of"]]
+    cause = causes.COUNTED[claim.where["of"]]
     trace = traces[0]
     step = steps_of(trace)[0]
     thread = trace.host_slices[0].thread if trace.host_slices else ("", "")
@@ -268,13 +222,12 @@ def stretched(
     traces: Sequence[Trace],
     profile: Profile,
     claim: Claim,
-    is_meant: Callable[[Brick, Claim], bool],
     limit: str,
     value: float,
 ) -> list[Trace] | None:
     """Stretch the kernels that a claim is about, until they take too long."""
     rank = profile.ranks[0]
-    found = [brick for brick in rank.bricks if is_meant(brick, claim)]
+    found = [brick for brick in rank.bricks if claim.means(brick)]
     now = sum(brick.ns for brick in found)
     if not now:
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 
@@ -360,6 +361,15 @@ class Claim:
     where: dict[str, str]
     limits: dict[str, Any]
     if_fails: str = ""
+
+    def means(self, brick: Brick) -> bool:
+        """Whether it is about a brick: by operator (names and * patterns, split by |), shapes and kind."""
+        names = self.where.get("operator", "*").split("|")
+        return (
+            brick.kind == self.where.get("kind", brick.kind)
+            and brick.shapes == self.where.get("shapes", brick.shapes)
+            and any(fnmatchcase(brick.operator, name) for name in names)
+        )
 
 
 @dataclass(frozen=True)
