@@ -6,6 +6,7 @@ import ctypes
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from multiprocessing import resource_tracker
 from os import listdir as real_listdir  # saved: it is replaced during a run
@@ -54,7 +55,9 @@ def execute(
     try:
         run = Run(settings, recorded, copies)
         with installed(run):
-            Execution(run, function, args, init).run_ranks()
+            joined = Execution(run, function, args, init).run_ranks()
+        for thread in joined:  # here time and files are the system's own again
+            wait_for_exit(thread)
         if run.flight_recorder is not None and settings.flight_recorder is not None:
             run.flight_recorder.write(settings.flight_recorder)
         return conclude(run)
@@ -75,8 +78,12 @@ class Execution:
         schedule.on_stuck, schedule.patience = self._on_stuck, run.settings.patience
         schedule.foreign = lambda: has_library_threads() or has_children()
 
-    def run_ranks(self) -> None:
-        """Start a thread per rank and wait for their end, or until one has to be given up."""
+    def run_ranks(self) -> list[threading.Thread]:
+        """Start a thread per rank and wait for their end, or until one has to be given up.
+
+        Returns:
+            The threads that were joined: all or, if one was given up, none.
+        """
         threads = [
             threading.Thread(
                 target=self._run_rank, args=(rank,), name=f"rank {rank.index}", daemon=True
@@ -92,6 +99,7 @@ class Execution:
             raise
         for thread in threads if ended else ():
             thread.join()
+        return threads if ended else []
 
     def _interrupt(self) -> None:
         """End every rank at its next call; a second interrupt ends this wait."""
@@ -205,6 +213,17 @@ class Execution:
             released = Killed("stalled") if stalled else copy_error(findings.root)
             run.ranks[owner[strand]].released[strand] = released
             schedule.wake(strand)
+
+
+def wait_for_exit(thread: threading.Thread) -> None:
+    """Wait until the system has ended a thread that was joined.
+
+    `join` returns before the thread drops what torch keeps for it, such as the mode of `torch.set_default_device`. For
+    that it takes the interpreter's lock; if Python is exiting by then, the process aborts.
+    """
+    deadline = time.monotonic() + GRACE
+    while os.path.exists(f"/proc/self/task/{thread.native_id}") and time.monotonic() < deadline:
+        time.sleep(0.001)
 
 
 def waits_for_rank(waiting: Waiting) -> bool:
