@@ -1,5 +1,6 @@
 """Theorem: a checkpoint of somebody else's runs no code, reads nothing outside, and raises one error if it lies."""
 
+import io
 import json
 import os
 import pickle
@@ -13,7 +14,7 @@ from safetensors.torch import save_file
 
 from isobit.cli import main
 from isobit.comparing.checkpoints.compare import compare_checkpoints
-from isobit.comparing.checkpoints.readers import is_inside
+from isobit.comparing.checkpoints.readers import MetadataReader, is_inside
 from isobit.errors import ArgumentError
 
 READABLE = (ArgumentError, OSError)
@@ -197,6 +198,22 @@ def test_code_in_distributed_metadata_does_not_run(folder, good, tmp_path):
         (folder / ".metadata").write_bytes(opcode)
         assert "GLOBAL" in refused(folder, good)
     assert not (tmp_path / "ran").exists()
+
+
+def test_getattr_in_distributed_metadata_names_a_member_of_its_enum_and_nothing_else(folder, good):
+    # Python 3.11.0 to 3.11.3 pickle an enum's member as getattr(class, name); later ones as class(value).
+    enum = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
+    member = b"cbuiltins\ngetattr\n(" + enum + b"S'TORCH_CONTIGUOUS_FORMAT'\ntR."
+    found = MetadataReader(io.BytesIO(member)).load()
+    assert found.arguments == ("TORCH_CONTIGUOUS_FORMAT",)
+    hostile = (
+        b"cbuiltins\ngetattr\n(ctorch\nfloat32\nS'__class__'\ntR.",
+        b"cbuiltins\ngetattr\n(ctorch.distributed.checkpoint.metadata\nMetadata\nS'__init__'\ntR.",
+        b"cbuiltins\ngetattr\n(cbuiltins\ngetattr\nS'__globals__'\ntR.",
+    )
+    for pickled in hostile:
+        (folder / ".metadata").write_bytes(pickled)
+        assert "GLOBAL builtins.getattr" in refused(folder, good)
 
 
 def test_code_in_a_distributed_value_does_not_run(tmp_path, good):

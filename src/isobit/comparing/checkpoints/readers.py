@@ -70,6 +70,13 @@ def make_size(numbers: Any = ()) -> tuple[int, ...]:
     return found
 
 
+def make_member(of: Any, name: Any) -> Record:
+    """Return a member of the one enum that metadata has; raise for an attribute of anything else."""
+    if of is not MEMORY_FORMAT or type(name) is not str:
+        raise pickle.UnpicklingError("GLOBAL builtins.getattr")
+    return MEMORY_FORMAT(name)
+
+
 KINDS = (
     "BytesStorageMetadata",
     "ChunkStorageMetadata",
@@ -93,6 +100,9 @@ KNOWN: dict[tuple[str, str], Any] = {
     ("pathlib", "WindowsPath"): Record,
     ("collections", "OrderedDict"): dict,
 }
+# Python 3.11.0 to 3.11.3 write a member of an enum as getattr(class, name).
+KNOWN["builtins", "getattr"] = make_member
+MEMORY_FORMAT = KNOWN[f"{HOME}.metadata", "_MEM_FORMAT_ENCODING"]
 TENSOR = KNOWN[f"{HOME}.metadata", "TensorStorageMetadata"]
 BYTES = KNOWN[f"{HOME}.metadata", "BytesStorageMetadata"]
 
