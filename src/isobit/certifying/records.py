@@ -222,6 +222,9 @@ class TargetReport:
         classes: expressions; the first has the first configuration that ran.
         partings: one per class after the first.
         kernels: every compiled kernel once.
+        most_rows: the largest row count for which it was shown that only row masks depend on the number of rows; 0 if
+            it was not shown.
+        rows_reason: why not.
     """
 
     target: str
@@ -230,6 +233,8 @@ class TargetReport:
     classes: tuple[ExpressionClass, ...] = ()
     partings: tuple[Parting, ...] = ()
     kernels: tuple[KernelFacts, ...] = ()
+    most_rows: int = 0
+    rows_reason: str = ""
 
     @property
     def broken(self) -> tuple[Outcome, ...]:
@@ -343,6 +348,13 @@ class Certified:
         """
         whole = not self.unsettled and (self.rows_given or not self.unjudged)
         return whole and bool(self.targets) and all(target.kept for target in self.targets)
+
+    @property
+    def most_rows(self) -> int:
+        """The largest row count that it holds for, with all smaller ones that launch the same kernels; 0 if unknown."""
+        if not self.kept or self.unjudged or not self.scanned:
+            return 0
+        return min(target.most_rows for target in self.targets)
 
     @property
     def classes(self) -> tuple[ExpressionClass, ...]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from blake3 import blake3
 
 from isobit.certifying.judging.configurations import Surveyed
+from isobit.certifying.judging.every_row_count import follow_rows
 from isobit.certifying.judging.judging import Expression, Judge
 from isobit.certifying.judging.partings import draw_class, find_parting
 from isobit.certifying.records import (
@@ -68,7 +69,7 @@ def judge_target(
         ExpressionClass(digest, members(outcomes, digest), *drawn.get(number, (None, "")))
         for number, digest in digests.items()
     )
-    return TargetReport(
+    report = TargetReport(
         compiler.target,
         ENGINE_OF_TARGET[compiler.target],
         outcomes,
@@ -76,6 +77,11 @@ def judge_target(
         tuple(partings),
         tuple(judge.kernels),
     )
+    if not report.kept or surveyed.plans[0].rows is None:
+        return report
+    tell(f"{compiler.target}: what depends on the number of rows")
+    shown = follow_rows(surveyed, compiler)
+    return replace(report, most_rows=shown.most, rows_reason=shown.why)
 
 
 def class_digests(judge: Judge) -> dict[int, str]:

@@ -211,6 +211,13 @@ def describe_rows(found: Certified) -> list[str]:
                 f"Row counts tried: {tried}; {len(found.scanned)} others up to {max(found.scanned):,} launch the same "
                 "compiled kernels."
             )
+        if found.most_rows:
+            parts.append(
+                f"Every row count up to {found.most_rows:,} that launches these kernels has the same expression: only "
+                "masks of rows depend on the number of rows."
+            )
+        elif reasons := dict.fromkeys(t.rows_reason for t in found.targets if t.rows_reason):
+            parts.append(f"For the row counts tried only: {next(iter(reasons))}.")
     if left := (*found.unsettled, *found.unjudged):
         also = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
         parts.append(f"Not judged: {left[0]}{also}.")

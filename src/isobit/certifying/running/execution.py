@@ -17,7 +17,13 @@ from isobit.certifying.machine import Buffer, Machine, Pointer
 from isobit.certifying.machine.launch_numbers import Compared, noting
 from isobit.certifying.records import KernelFacts
 from isobit.certifying.running.capture import Choices, captured
-from isobit.certifying.running.compile import Compiled, Compiler, absent_driver, specialise
+from isobit.certifying.running.compile import (
+    Compiled,
+    Compiler,
+    Specialised,
+    absent_driver,
+    specialise,
+)
 from isobit.certifying.running.refusals import RaceError, place
 from isobit.certifying.running.stand_in import standing_in
 from isobit.certifying.running.storages import (
@@ -179,6 +185,9 @@ class Execution:
     # (digest of a kernel, instruction) -> values of a comparison that a launch shares, and where it is
     compared: dict[tuple[str, int], set[Compared]] = field(default_factory=dict)
     places: dict[tuple[str, int], str] = field(default_factory=dict)
+    look: Callable[[Machine, Compiled, Specialised], None] | None = (
+        None  # at a machine before it runs
+    )
 
     @property
     def facts(self) -> list[KernelFacts]:
@@ -220,6 +229,8 @@ class Execution:
                     values = self.compared.setdefault((made.facts.digest, at), set())
                     machine.steps[at] = noting(instruction, machine.steps[at], values)
                     self.places[made.facts.digest, at] = f"{made.name}, at {place(instruction)}"
+                if self.look is not None:
+                    self.look(machine, made, call)
                 return machine
 
             machine = self.run_machine(prepared, (*size, 1, 1)[:3], given, made)
