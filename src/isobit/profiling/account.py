@@ -242,7 +242,7 @@ def reasons_of(kind: str, name: str, loading: bool) -> tuple[str, ...]:
             if pattern.search(name):
                 return (reason,)
         return ()
-    if name.startswith("ProfilerStep#") or is_communication(kind, name):
+    if name.startswith(("ProfilerStep#", "isobit: ")) or is_communication(kind, name):
         return ()
     found = [COMPILING] if COMPILE.search(name) else []
     if kind == "note" and loading:

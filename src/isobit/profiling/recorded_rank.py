@@ -17,6 +17,40 @@ POLL = 0.02  # seconds
 PATIENCE = 600.0  # seconds for the other ranks to write their traces
 
 
+class CoreWaits:
+    """Notes in the trace how long threads were ready to run in each step, and had no core.
+
+    Without it, a machine that is busy with other programs looks like a slow program.
+    """
+
+    def __init__(self) -> None:
+        self.before = self.waited()
+
+    def waited(self) -> tuple[int, int]:
+        """Return the nanoseconds that the main thread, and all threads, have waited for a core; 0 if not counted."""
+        main, every = 0, 0
+        try:
+            for thread in os.listdir("/proc/self/task"):
+                with open(f"/proc/self/task/{thread}/schedstat", encoding="ascii") as file:
+                    waited = int(file.read().split()[1])
+                main = waited if int(thread) == os.getpid() else main
+                every += waited
+        except (OSError, ValueError, IndexError):  # not Linux, or a thread that has just ended
+            return 0, 0
+        return main, every
+
+    def mark(self) -> int:
+        """Write an annotation at the end of a step, and return the main thread's nanoseconds."""
+        from torch.profiler import record_function
+
+        now = self.waited()
+        main, every = (max(0, a - b) for a, b in zip(now, self.before, strict=True))
+        self.before = now
+        with record_function(f"isobit: waited {main} ns for a core, all threads {every} ns"):
+            pass
+        return main
+
+
 class Recorded(BaseException):
     """Ends the script; not an Exception, so that the script's own handlers let it pass."""
 
@@ -35,7 +69,7 @@ class Recorder:
         self.optimizer: Any = None
         self.depth, self.is_done = 0, False
         self.began, self.plain = time.perf_counter_ns(), 0  # of a step without the profiler
-        self.steps = 0
+        self.steps, self.waits = 0, CoreWaits()
         activities = [ProfilerActivity.CPU]
         if is_available():
             activities.append(ProfilerActivity.CUDA)
@@ -80,6 +114,7 @@ class Recorder:
             now = time.perf_counter_ns()
             if 1 < self.steps < self.orders["warmup"]:
                 self.plain = now - self.began
+            self.waits.mark()
             self.profiler.step()
             self.began = time.perf_counter_ns()
         if self.is_done:
