@@ -1,6 +1,8 @@
-"""Record a small training run on gloo ranks under torch.profiler, with one cause that makes one rank late.
+"""Record small training runs on gloo ranks under torch.profiler, each with one cause that makes it slow, or none.
 
-`python gloo_runs.py RANK RANKS FOLDER CAUSE LATE` is one rank; `record` starts all of them.
+`python gloo_runs.py RANK RANKS FOLDER RUNS` is one rank, which takes part in all runs, one after another; `record`
+starts all ranks. A run is "cause@rank": that rank is slow for that cause. A cause without a rank is of all ranks, and
+"none" is a right run.
 """
 
 import subprocess
@@ -8,7 +10,10 @@ import sys
 import time
 from pathlib import Path
 
-DELAY = 0.08  # seconds per step
+DELAY = 0.08  # seconds per step, or more on a busy machine
+LONGEST = 0.5
+STEPS = 4  # that are recorded, after two others
+# The cause of a rank that is late, as the account names it.
 CAUSES = {
     "loader": "idle: data loader",
     "forward": "compute",
@@ -17,42 +22,78 @@ CAUSES = {
     "sleep": "idle: nothing recorded",
     "optimizer": "idle: host in the optimizer",
 }
+# What is found if all ranks are slow for the cause.
+GLOBAL = {"loader": "data-loader", "messages": "exposed-communication"}
 
 
-def record(folder, cause="", late=1, ranks=2):
-    """Run it and return the traces; `cause` makes rank `late` slow, and "" makes no rank slow."""
-    words = [
-        [sys.executable, __file__, str(rank), str(ranks), str(folder), cause, str(late)]
+def record(folder, runs, ranks=2):
+    """Take part in all runs; return the folder of each run's traces."""
+    runs = [run if isinstance(run, tuple) else (run, run) for run in runs]
+    for name, _ in runs:
+        (Path(folder) / name).mkdir(parents=True, exist_ok=True)
+    words = " ".join(f"{name}={run}" for name, run in runs)
+    running = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(rank), str(ranks), str(folder), words],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        )
         for rank in range(ranks)
     ]
-    running = [
-        subprocess.Popen(one, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) for one in words
-    ]
-    for process in running:
-        _, err = process.communicate(timeout=300)
-        assert process.returncode == 0, err[-2000:]
-    return sorted(Path(folder).glob("rank*.json"))
+    try:
+        for process in running:
+            _, err = process.communicate(timeout=600)
+            assert process.returncode == 0, err[-2000:]
+    finally:
+        for process in running:
+            process.kill()
+    return {name: Path(folder) / name for name, _ in runs}
 
 
-def train(rank, ranks, folder, cause):
+def take_part(rank, ranks, folder, runs):
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
+    )
+    # A planted delay must stand out from what the machine itself does: four times the longest wait for a core.
+    waits = train(f"{folder}/calibration{rank}.json", "none", 0.0)
+    longest = torch.tensor(max(waits) / 1e9)
+    dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+    delay = min(max(DELAY, 4 * longest.item()), LONGEST)
+    for word in runs.split():
+        name, run = word.split("=")
+        cause, _, late = run.partition("@")
+        torch.manual_seed(0)
+        slow = cause if late in ("", str(rank)) else "none"
+        train(f"{folder}/{name}/rank{rank}.json", slow, delay)
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def train(export, cause, delay):
     import torch
     import torch.distributed as dist
     from torch import nn
     from torch.profiler import ProfilerActivity, profile, schedule
 
+    from isobit.profiling.recorded_rank import CoreWaits
+
     def compute():
         x = torch.ones(192, 192)
-        begin = time.perf_counter()
-        while time.perf_counter() - begin < DELAY:
+        begin = time.thread_time()
+        while time.thread_time() - begin < delay:
             x = torch.mm(x, x).clamp_(max=1)
 
     class Samples(torch.utils.data.Dataset):
         def __len__(self):
-            return 7 * 16
+            return (STEPS + 2) * 16
 
         def __getitem__(self, index):
             if cause == "loader":
-                time.sleep(DELAY / 16)
+                time.sleep(delay / 16)
             return torch.full((256,), index / 112)
 
     class Layer(nn.Linear):
@@ -60,23 +101,24 @@ def train(rank, ranks, folder, cause):
             if cause == "forward":
                 compute()
             if cause == "batch":
-                x = x.repeat(400, 1)
+                x = x.repeat(int(400 * delay / DELAY), 1)
             return super().forward(x)
 
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
-    )
+    class Slow(torch.optim.AdamW):
+        @torch.no_grad()
+        def step(self):
+            if cause == "optimizer":
+                time.sleep(delay)
+            return super().step()
+
     model = nn.Sequential(Layer(256, 256), nn.ReLU(), nn.Linear(256, 256))
     if cause == "backward":
         model[0].register_full_backward_hook(lambda *_: compute())
     model = nn.parallel.DistributedDataParallel(model)
-    optimizer = torch.optim.AdamW(model.parameters())
-    if cause == "optimizer":
-        # Called inside the annotation of the step.
-        optimizer.step = slow_step(optimizer)
-    once = schedule(wait=1, warmup=1, active=4, repeat=1)
-    export = f"{folder}/rank{rank}.json"
+    optimizer = Slow(model.parameters())
+    once = schedule(wait=1, warmup=1, active=STEPS, repeat=1)
+    message = torch.ones(6_000_000)
+    clock, waits = CoreWaits(), []
     with profile(
         activities=[ProfilerActivity.CPU],
         schedule=once,
@@ -85,27 +127,16 @@ def train(rank, ranks, folder, cause):
     ) as p:
         for x in torch.utils.data.DataLoader(Samples(), 16):
             if cause == "sleep":
-                time.sleep(DELAY)
+                time.sleep(delay)
             model(x).pow(2).mean().backward()
+            if cause == "messages":
+                dist.all_reduce(message)
             optimizer.step()
             optimizer.zero_grad()
+            waits.append(clock.mark())
             p.step()
-    dist.destroy_process_group()
-
-
-def slow_step(optimizer):
-    import torch
-
-    plain = type(optimizer).step
-
-    def step():
-        with torch.profiler.record_function("Optimizer.step#slow"):
-            time.sleep(DELAY)
-        plain(optimizer)
-
-    return step
+    return waits
 
 
 if __name__ == "__main__":
-    rank, ranks, folder, cause, late = sys.argv[1:]
-    train(int(rank), int(ranks), folder, cause if rank == late else "")
+    take_part(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])

@@ -38,7 +38,7 @@ LAYERS = {
     "certifying": "foundation order reveal report",
     "auditing": "foundation order reveal ops parallel integrations simulator comparing report",
     "library": "foundation order reveal ops nn optim parallel guards integrations gates contracts auditing "
-    "certifying",
+    "certifying profiling",
     "diagnosing": "foundation guards profiling simulator",
     "pytest_plugin": "contracts auditing",
     "cli": "foundation order reveal ops simulator comparing profiling guards diagnosing integrations gates contracts "

@@ -84,7 +84,7 @@ OLD_NAMES = {
     "curve": "gate training",
     **{name: f"contract {name}" for name in SUBCOMMANDS["contract"]},
 }
-RUN_SCRIPTS = ("audit", "preflight", "simulate", "compare runs")
+RUN_SCRIPTS = ("audit", "preflight", "profile", "simulate", "compare runs")
 
 
 class MainParser(PlainParser):

@@ -1,4 +1,4 @@
-"""`isobit profile`: where a step's time goes, from traces of torch.profiler. Does not load torch."""
+"""`isobit profile`: where a step's time goes, from traces of torch.profiler, or of a script. Does not load torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from isobit.cli.arguments import at_least_one, check_script
 from isobit.errors import ArgumentError
 
 
@@ -17,17 +18,20 @@ def add_parser(commands: Any) -> None:
         "step: compute, exposed communication, copies, and idle time with its reason. The parts add up to the step. "
         "Reads Chrome JSON, also gzipped, tar archives and folders, of CUDA, ROCm and CPU; needs no GPU. "
         "Two runs are compared brick by brick: the differences add up to that of the step. "
+        "A script is run on --ranks processes, and --steps of its optimizer steps are recorded. "
         "With --contract, budgets of bricks are judged, and --propose writes them from a good run. "
         "Exit 0: nothing found, or compared; 1: findings; 2: could not read.",
-        epilog="example: isobit profile trace_rank0.json trace_rank1.json --html profile.html",
+        epilog="examples: isobit profile trace_rank0.json trace_rank1.json --html profile.html; "
+        "isobit profile train.py --ranks 2 --steps 3 -- --lr 0.1 (arguments after -- are passed to the script)",
     )
     parser.add_argument(
         "traces",
         nargs="+",
         type=Path,
         metavar="TRACE",
-        help="a trace, a tar archive or a folder of traces; one per rank of one run",
+        help="a trace, a tar archive or a folder of traces, one per rank of one run; or one script (.py), which is run",
     )
+    add_recording(parser)
     parser.add_argument(
         "--compare",
         action="store_true",
@@ -55,8 +59,79 @@ def add_parser(commands: Any) -> None:
     )
 
 
+def add_recording(parser: argparse.ArgumentParser) -> None:
+    """Add the options for a script."""
+    parser.add_argument(
+        "--ranks", type=at_least_one, help="of a script: processes on this machine (default: 1)"
+    )
+    parser.add_argument(
+        "--steps", type=at_least_one, help="of a script: optimizer steps to record (default: 3)"
+    )
+    parser.add_argument(
+        "--warmup", type=at_least_one, help="of a script: optimizer steps before them (default: 3)"
+    )
+    parser.add_argument(
+        "--modules",
+        action="store_true",
+        help="of a script: also record Python's functions, to list time by module; this is slower",
+    )
+    parser.add_argument(
+        "--keep", type=Path, metavar="DIR", help="of a script: write the traces to this folder"
+    )
+
+
 def run(options: argparse.Namespace) -> int:
+    """Record a script, if one is named; profile the traces and print what they show."""
+    import tempfile
+
+    script = options.traces[0]
+    if script.suffix == ".py" and len(options.traces) == 1:
+        with tempfile.TemporaryDirectory() as folder:
+            options.traces, notes = recorded(options, script, options.keep or Path(folder))
+            return show(options, notes)
+    asked = [
+        name for name in ("ranks", "steps", "warmup", "modules", "keep") if getattr(options, name)
+    ]
+    if asked or options.passed_on or script.suffix == ".py":
+        raise ArgumentError(
+            expected="one script, or traces without options of a script",
+            received=f"{len(options.traces)} files, --{asked[0] if asked else ''}".removesuffix(
+                ", --"
+            ),
+            remedy="isobit profile train.py --ranks 2 --steps 3, or isobit profile trace_rank0.json trace_rank1.json",
+        )
+    return show(options, ())
+
+
+def recorded(
+    options: argparse.Namespace, script: Path, folder: Path
+) -> tuple[list[Path], tuple[str, ...]]:
+    """Record a script; return its traces, and what to know about the recording."""
+    from isobit.profiling.recording import Recording, record
+
+    check_script(script)
+    if options.compare:
+        raise ArgumentError(
+            expected="--compare with two traces or folders",
+            received="a script",
+            remedy="record each run with --keep DIR, then: isobit profile --compare DIR DIR",
+        )
+    recording = Recording(
+        script,
+        options.passed_on,
+        options.ranks or 1,
+        options.steps or 3,
+        options.warmup or 3,
+        options.modules,
+    )
+    found = record(recording, folder)
+    return list(found.traces), found.notes
+
+
+def show(options: argparse.Namespace, notes: tuple[str, ...]) -> int:
     """Profile the traces and print what they show."""
+    from dataclasses import replace
+
     from isobit.cli.provenance import provenance_of
     from isobit.cli.terminal import say, say_json
     from isobit.foundation.files import write_text
@@ -96,6 +171,7 @@ def run(options: argparse.Namespace) -> int:
                 say(line)
         return 0
     found = profile_traces(every)
+    found = replace(found, notes=(*found.notes, *notes))
     origin = provenance_of(options, [rank.digest for rank in found.ranks])
     if options.html:
         write_text(options.html, write_profile_page(found, origin))

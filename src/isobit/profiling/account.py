@@ -20,17 +20,6 @@ from itertools import pairwise
 from isobit.profiling.records import Account
 from isobit.profiling.trace import Event, Step, Trace, is_communication
 
-# Cut a process's time into pieces that each have exactly one cause, so that the parts of any window
-# add up to it.
-#
-# [Note: One cause for every nanosecond]
-# Slices overlap: a kernel runs while a collective runs on another stream and the host is in three
-# nested calls. Layers put the causes in order, and each nanosecond belongs to the first layer that
-# covers it: compute hides communication, communication hides copies, work of the device hides
-# whatever the host does. What no layer covers is `UNRECORDED`. The pieces tile the axis by
-# construction, in integer nanoseconds, so the parts of a window add up to its length, and the parts
-# of adjacent windows to those of both.
-
 UNRECORDED = "idle: nothing recorded"
 Interval = tuple[int, int]
 
@@ -73,6 +62,13 @@ class Timeline:
         for begin, stop, cause in self.pieces(start, end):
             found[cause] = found.get(cause, 0) + stop - begin
         return {name: found[name] for name in self.names if name in found}
+
+
+def parts_of(
+    layers: Sequence[tuple[str, Iterable[Interval]]], start: int, end: int
+) -> dict[str, int]:
+    """Return the nanoseconds of each cause in one window: the subject of the contract profile-account-v1."""
+    return Timeline(layers).parts(start, end)
 
 
 def tiles(slices: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
@@ -246,7 +242,7 @@ def reasons_of(kind: str, name: str, loading: bool) -> tuple[str, ...]:
             if pattern.search(name):
                 return (reason,)
         return ()
-    if name.startswith("ProfilerStep#") or is_communication(kind, name):
+    if name.startswith(("ProfilerStep#", "isobit: ")) or is_communication(kind, name):
         return ()
     found = [COMPILING] if COMPILE.search(name) else []
     if kind == "note" and loading:

@@ -15,7 +15,7 @@ from isobit.profiling.bricks import blocks_of, bricks_of
 from isobit.profiling.collectives import Replay, blamed, causes_of, judge, match
 from isobit.profiling.findings import find_all
 from isobit.profiling.records import Account, Comparison, Profile, RankProfile, Row
-from isobit.profiling.trace import Step, Trace, read_traces, steps_of
+from isobit.profiling.trace import Step, Trace, core_waits_of, read_traces, steps_of
 
 # Compare two profiles brick by brick; the differences add up to the difference of the step,
 # exactly.
@@ -25,6 +25,7 @@ from isobit.profiling.trace import Step, Trace, read_traces, steps_of
 # steps are compared per step: all sums are of integers, multiplied by the other run's number of
 # steps.
 
+BUSY = 0.02  # of the steps without a core, above which a note says so
 PRODUCT = re.compile(r"gemm|^Cijk_|nvjet|cutlass|wmma|gemv", re.I)
 
 
@@ -206,6 +207,8 @@ def profile_rank(trace: Trace, books: Books, steps: Sequence[Step]) -> RankProfi
     """Profile one trace."""
     accounts = tuple(books.account(step) for step in steps)
     machine = None if trace.on_cpu else machine_of(trace.gpu)
+    waits = core_waits_of(trace, steps)
+    notes = busy_machine(waits, sum(account.total for account in accounts))
     return RankProfile(
         name=trace.name,
         digest=trace.digest,
@@ -217,7 +220,19 @@ def profile_rank(trace: Trace, books: Books, steps: Sequence[Step]) -> RankProfi
         blocks=blocks_of(trace, steps),
         peaks=machine.source if machine is not None else "",
         outside=work_outside(trace, steps),
-        notes=tuple(trace.notes),
+        core_waits=waits,
+        notes=(*trace.notes, *notes),
+    )
+
+
+def busy_machine(waits: dict[str, tuple[int, int]], total: int) -> tuple[str, ...]:
+    """Say so if the main thread often had no core."""
+    waited = sum(main for main, _ in waits.values())
+    if not waits or waited < BUSY * total:
+        return ()
+    return (
+        f"its main thread had no core for {waited / len(waits) / 1e6:,.3f} ms of a step: other programs use the "
+        "processor, and findings about the host count only what exceeds that; record on an idle machine",
     )
 
 

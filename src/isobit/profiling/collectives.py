@@ -335,13 +335,14 @@ class Replay:
         self.tails = {rank: ends[rank] - at[rank] for rank in self.ranks}
         self.recorded = max(ends.values()) - min(self.starts.values())
 
-    def run(self, local: dict[int, list[int]]) -> int:
-        """Return how long all ranks take with these intervals between collectives."""
+    def run(self, local: dict[int, list[int]], tails: dict[int, int] | None = None) -> int:
+        """Return how long all ranks take with these intervals between collectives, and after the last one."""
+        tails = self.tails if tails is None else tails
         at = dict(self.starts)
         for number in range(len(self.moving[self.ranks[0]])):
             last = max(at[rank] + local[rank][number] for rank in self.ranks)
             at = {rank: last + self.moving[rank][number] for rank in self.ranks}
-        return max(at[rank] + self.tails[rank] for rank in self.ranks) - min(self.starts.values())
+        return max(at[rank] + tails[rank] for rank in self.ranks) - min(self.starts.values())
 
     @property
     def is_faithful(self) -> bool:
@@ -358,4 +359,6 @@ class Replay:
         others = [self.local[other] for other in self.ranks if other != rank]
         median = [int(statistics.median_low(values)) for values in zip(*others, strict=True)]
         changed = [min(own, usual) for own, usual in zip(self.local[rank], median, strict=True)]
-        return self.run(self.local) - self.run(self.local | {rank: changed})
+        usual_tail = int(statistics.median_low(self.tails[r] for r in self.ranks if r != rank))
+        tails = self.tails | {rank: min(self.tails[rank], usual_tail)}
+        return self.run(self.local) - self.run(self.local | {rank: changed}, tails)

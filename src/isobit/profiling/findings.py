@@ -168,7 +168,16 @@ def of_accounts(
 
     def judge(rule: str, names: Sequence[str], limit: float, words: str) -> Iterator[Finding]:
         ns = sum(whole.parts.get(name, 0) for name in names)
-        if whole.total and ns >= limit * whole.total:
+        # What a step has more than its thread waited for a core is certainly the program's.
+        own = sum(
+            max(
+                0,
+                sum(step.parts.get(name, 0) for name in names)
+                - rank.core_waits.get(step.step, (0, 0))[0],
+            )
+            for step in rank.steps
+        )
+        if whole.total and own >= limit * whole.total:
             detail = f"{words}: {ns / number / 1e6:,.3f} ms per step"
             yield finding(rule, rank.rank, ns, whole.total, detail, longest(books, steps, names))
 
@@ -218,10 +227,30 @@ def of_collectives(profile: Profile) -> Iterator[Finding]:
         )
     # What compute hides is no cost; waiting is counted above.
     exposed = sum(rank.whole.parts.get(causes.EXPOSED, 0) for rank in profile.ranks)
-    moving = min(sum(one.moving for one in apart), exposed - waiting)
+    moving = min(moving_of(profile, apart), exposed - waiting)
     if total and moving >= MOVING * total:
         detail = "data move after all ranks have arrived, and nothing hides it"
         yield finding("exposed-communication", profile.ranks[0].rank, moving, total, detail)
+
+
+def moving_of(profile: Profile, collectives: Sequence[Collective]) -> int:
+    """Return the nanoseconds that data need to move: each collective takes as long as the fastest one like it.
+
+    What others take longer has another reason than their size: a host that did not get to it, or traffic of others.
+    Time in which threads had no core, where the recording has it, is not counted either: they may be those that send.
+    """
+    spent: Counter[str] = Counter()
+    for one in collectives:
+        spent[one.step] += one.moving
+    for rank in profile.ranks:
+        for step, (_, every) in rank.core_waits.items():
+            spent[step] -= every
+    fastest: dict[tuple[str, str, int], int] = {}
+    for one in collectives:
+        key = (one.name, one.detail, len(one.moves))
+        fastest[key] = min(one.moving, fastest.get(key, one.moving))
+    needed = sum(fastest[one.name, one.detail, len(one.moves)] for one in collectives)
+    return min(needed, sum(max(0, ns) for ns in spent.values()))
 
 
 def most_waited_for(collectives: Sequence[Collective]) -> tuple[int, int]:
@@ -235,7 +264,8 @@ def most_waited_for(collectives: Sequence[Collective]) -> tuple[int, int]:
 def usual_share(profile: Profile, collectives: Sequence[Collective], rank: int) -> float:
     """Return the share of a step that all ranks wait for one rank, as the median over steps.
 
-    Any rank is late now and then, because something else ran on its host; a slow one is late in most steps.
+    Any rank is late now and then, because something else ran on its host; a slow one is late in most steps. Where the
+    recording says how long the rank had no core, this is not counted: all others waited for it as long.
     """
     waits: Counter[str] = Counter()
     totals: Counter[str] = Counter()
@@ -245,6 +275,9 @@ def usual_share(profile: Profile, collectives: Sequence[Collective], rank: int) 
     for process in profile.ranks:
         for step in process.steps:
             totals[step.step] += step.total
+        if process.rank == rank:
+            for name, (ns, _) in process.core_waits.items():
+                waits[name] = max(0, waits[name] - ns * (len(profile.ranks) - 1))
     shares = [waits[step] / total for step, total in totals.items() if total]
     return median_low(shares) if shares else 0.0
 

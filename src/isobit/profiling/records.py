@@ -139,6 +139,8 @@ class RankProfile:
         blocks: Device time by block of the model, if modules were recorded.
         peaks: The source of the device's peak rates; "" if they are not known.
         outside: Nanoseconds of device work outside of every step.
+        core_waits: By step, nanoseconds in which the main thread, and all threads together, were ready to run and had
+            no core, where the recording has them: that of `isobit profile train.py` does, on Linux.
         notes: What was left out, or what the trace does not have.
     """
 
@@ -152,6 +154,7 @@ class RankProfile:
     blocks: tuple[Block, ...] = ()
     peaks: str = ""
     outside: int = 0
+    core_waits: dict[str, tuple[int, int]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     @property

@@ -450,6 +450,25 @@ def steps_of(trace: Trace) -> tuple[Step, ...]:
     return tuple(steps)
 
 
+CORE_WAIT = re.compile(r"isobit: waited (\d{1,18}) ns for a core, all threads (\d{1,18}) ns")
+
+
+def core_waits_of(trace: Trace, steps: Iterable[Step]) -> dict[str, tuple[int, int]]:
+    """Return how long the main thread, and all threads, had no core in each step, where the recording says so."""
+    found = {}
+    marks = sorted(
+        (event.start, int(match[1]), int(match[2]))
+        for event in trace.host_slices
+        if event.kind == "note" and (match := CORE_WAIT.fullmatch(event.name))
+    )
+    for step in steps:
+        index = bisect_right(marks, (step.end, 0, 0)) - 1
+        if index >= 0 and marks[index][0] >= step.start:
+            # The main thread cannot wait for longer than the step took.
+            found[step.name] = (min(marks[index][1], step.end - step.start), marks[index][2])
+    return found
+
+
 def number_of(note: Event) -> int:
     """Return the number in the name of a step."""
     found = STEP.fullmatch(note.name)

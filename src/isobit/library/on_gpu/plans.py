@@ -189,6 +189,7 @@ ELSEWHERE = {
     "gradient-accumulation-v1": PARTIAL,
     "kv-cache-kernel-v1": "caches of keys have no Triton executor",
     "chain-v1": "whole models: tests/gpu/test_whole_model.py",
+    "profile-account-v1": "it reads traces on the CPU, and computes nothing on a device",
     "rank-agreement-v1": MODULES,
     "tolerance-table-v1": "a table of bounds, which no kernel computes",
     "training-config-kernel-v1": MODULES,

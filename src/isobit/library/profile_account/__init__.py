@@ -1,0 +1,1 @@
+"""The contract profile-account-v1 with its claims and planted wrong accountants."""

@@ -1,0 +1,202 @@
+"""One rank of `isobit profile train.py`: run a script as `python script.py` would, and record some of its steps.
+
+Its only argument is a JSON object. A step ends when the first optimizer of the script has stepped. After the steps that
+were asked for, the trace is written, and the script is ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from functools import wraps
+from typing import Any
+
+POLL = 0.02  # seconds
+PATIENCE = 600.0  # seconds for the other ranks to write their traces
+
+
+class CoreWaits:
+    """Notes in the trace how long threads were ready to run in each step, and had no core.
+
+    Without it, a machine that is busy with other programs looks like a slow program.
+    """
+
+    def __init__(self) -> None:
+        self.before = self.waited()
+
+    def waited(self) -> tuple[int, int]:
+        """Return the nanoseconds that the main thread, and all threads, have waited for a core; 0 if not counted."""
+        main, every = 0, 0
+        try:
+            for thread in os.listdir("/proc/self/task"):
+                with open(f"/proc/self/task/{thread}/schedstat", encoding="ascii") as file:
+                    waited = int(file.read().split()[1])
+                main = waited if int(thread) == os.getpid() else main
+                every += waited
+        except (OSError, ValueError, IndexError):  # not Linux, or a thread that has just ended
+            return 0, 0
+        return main, every
+
+    def mark(self) -> int:
+        """Write an annotation at the end of a step, and return the main thread's nanoseconds."""
+        from torch.profiler import record_function
+
+        now = self.waited()
+        main, every = (max(0, a - b) for a, b in zip(now, self.before, strict=True))
+        self.before = now
+        with record_function(f"isobit: waited {main} ns for a core, all threads {every} ns"):
+            pass
+        return main
+
+
+class Recorded(BaseException):
+    """Ends the script; not an Exception, so that the script's own handlers let it pass."""
+
+
+class Recorder:
+    """Counts the steps of the first optimizer, and records some of them."""
+
+    def __init__(self, orders: dict[str, Any]) -> None:
+        import torch
+        from torch.cuda import is_available
+        from torch.profiler import ProfilerActivity, profile, schedule
+
+        if orders["ranks"] > 1:  # they share the cores
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // orders["ranks"]))
+        self.orders = orders
+        self.optimizer: Any = None
+        self.depth, self.is_done = 0, False
+        self.began, self.plain = time.perf_counter_ns(), 0  # of a step without the profiler
+        self.steps, self.waits = 0, CoreWaits()
+        activities = [ProfilerActivity.CPU]
+        if is_available():
+            activities.append(ProfilerActivity.CUDA)
+        self.profiler = profile(
+            activities=activities,
+            schedule=schedule(
+                skip_first=orders["warmup"] - 1,
+                wait=0,
+                warmup=1,
+                active=orders["steps"],
+                repeat=1,
+            ),
+            on_trace_ready=self.write,
+            record_shapes=True,
+            with_stack=orders["modules"],
+        )
+
+    def write(self, profiler: Any) -> None:
+        """Write the trace under its name when it is complete; a script that ends early has none."""
+        if self.steps < self.orders["warmup"] + self.orders["steps"]:
+            return
+        folder, rank = self.orders["folder"], self.orders["rank"]
+        profiler.export_chrome_trace(f"{folder}/recording{rank}.json")
+        self.note()
+        os.rename(f"{folder}/recording{rank}.json", f"{folder}/rank{rank}.json")
+        self.is_done = True
+
+    def note(self) -> None:
+        """Write how many steps there were, and how long the last one without the profiler took."""
+        path = f"{self.orders['folder']}/rank{self.orders['rank']}.note"
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump({"steps": self.steps, "plain": self.plain}, file)
+
+    def stepped(self, optimizer: Any) -> None:
+        """End a step, and the script after the last one."""
+        if self.optimizer is None:
+            self.optimizer = optimizer
+        if optimizer is not self.optimizer:
+            return
+        if not self.is_done:
+            self.steps += 1
+            now = time.perf_counter_ns()
+            if 1 < self.steps < self.orders["warmup"]:
+                self.plain = now - self.began
+            self.waits.mark()
+            self.profiler.step()
+            self.began = time.perf_counter_ns()
+        if self.is_done:
+            self.wait_for_all()
+            raise Recorded
+
+    def wait_for_all(self) -> None:
+        """Wait for the traces of all ranks: a process that ends would end a collective of another one."""
+        folder, ranks = self.orders["folder"], self.orders["ranks"]
+        until = time.monotonic() + PATIENCE
+        while time.monotonic() < until:
+            if all(os.path.exists(f"{folder}/rank{rank}.json") for rank in range(ranks)):
+                return
+            time.sleep(POLL)
+
+    def hook(self) -> None:
+        """Call `stepped` after every step of every optimizer.
+
+        Not a hook of the optimizer: those are called inside its annotation, which would then be cut.
+        """
+        from torch.optim import Optimizer
+
+        plain = Optimizer.profile_hook_step
+
+        def hooked(step: Any) -> Any:
+            inner = plain(step)
+
+            @wraps(inner)
+            def outer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+                self.depth += 1
+                try:
+                    result = inner(optimizer, *args, **kwargs)
+                finally:
+                    self.depth -= 1
+                if not self.depth:  # a subclass may call the step of its parent
+                    self.stepped(optimizer)
+                return result
+
+            outer.hooked = True  # type: ignore[attr-defined]
+            return outer
+
+        Optimizer.profile_hook_step = staticmethod(hooked)  # type: ignore[method-assign,assignment]
+
+
+def main() -> int:
+    """Run the script that the argument names."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    if sys.path and os.path.abspath(sys.path[0]) == here:
+        del sys.path[0]
+    import runpy
+
+    orders = json.loads(sys.argv[1])
+    sys.argv[:] = [orders["script"], *orders["arguments"]]
+    sys.path.insert(0, os.path.dirname(os.path.realpath(orders["script"])))
+    recorder = Recorder(orders)
+    recorder.hook()
+    code: object = 0
+    with recorder.profiler:
+        try:
+            runpy.run_path(orders["script"], run_name="__main__")
+        except Recorded:
+            return 0
+        except SystemExit as stop:
+            code = stop.code
+    recorder.note()
+    return code if isinstance(code, int) else int(code is not None)
+
+
+def leave(code: int) -> None:
+    """Exit without waiting for threads and processes that a script which was ended could not stop itself."""
+    import multiprocessing
+
+    for child in multiprocessing.active_children():
+        child.terminate()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    try:
+        leave(main())
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        leave(1)
