@@ -66,6 +66,15 @@ TYPES = {
     "starcoder2": {**WINDOW, "residual_dropout": 0.0, "embedding_dropout": 0.0},
     "stablelm": {"partial_rotary_factor": 0.5, "hidden_dropout": 0.0},
 }
+# Linear attention in the first layer, softmax attention in the second; dense.
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+TYPES |= {"qwen3_next": {**LINEAR, "num_experts": 0}, "qwen3_5_text": LINEAR}
 LENGTHS, ROOM = (19, 34, 9, 26), 36
 GENERATED = 12
 COLUMNS = (

@@ -12,6 +12,8 @@ from isobit.integrations.transformers.parts.source import digest_of_class, diges
 
 TABLES = [
     "NORMS",
+    "GATED_NORMS",
+    "DELTA_NETS",
     "ROTARY_EMBEDDINGS",
     "ROTATIONS",
     "EMBEDDINGS",

@@ -1,14 +1,15 @@
-"""Caches: layers that keep every key, in the place of empty ones that would drop keys behind a sliding window."""
+"""Caches: layers that keep every key and every open chunk, in the place of empty ones that would not."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from isobit.integrations.transformers.package import library
+from isobit.integrations.transformers.parts.delta_cache import layer_class
 
 
 def keep_every_key(config: Any, cache: Any, use_cache: bool | None) -> Any:
-    """Return the cache of a call, whose empty sliding layers are replaced by full ones.
+    """Return the cache of a call, whose empty sliding layers are replaced by full ones, linear ones by isobit's.
 
     isobit's attention reads the window from the mask and expects all keys of a sample: with keys dropped, their
     positions could not be told from the cache. A model whose cache is made inside its forward gets a full one here.
@@ -16,13 +17,27 @@ def keep_every_key(config: Any, cache: Any, use_cache: bool | None) -> Any:
     known = library("cache_utils")
     if cache is None:
         wanted = getattr(config, "use_cache", False) if use_cache is None else use_cache
+        if wanted and is_linear(config):
+            return keep_every_key(config, known.DynamicCache(config=config), use_cache)
         return known.DynamicCache() if wanted and has_windows(config) else None
     layers = getattr(cache, "layers", None)
     if isinstance(layers, list):
         for at, layer in enumerate(layers):
             if type(layer) is known.DynamicSlidingWindowLayer and not layer.is_initialized:
                 layers[at] = known.DynamicLayer()
+            if type(layer) is known.LinearAttentionLayer and is_untouched(layer):
+                layers[at] = layer_class()()
     return cache
+
+
+def is_untouched(layer: Any) -> bool:
+    """Return whether a layer of linear attention holds nothing yet."""
+    return not any(layer.has_previous_state.values())
+
+
+def is_linear(config: Any) -> bool:
+    """Return whether some layers of a model carry a state, and no keys."""
+    return "linear_attention" in (getattr(config, "layer_types", None) or ())
 
 
 def has_windows(config: Any) -> bool:

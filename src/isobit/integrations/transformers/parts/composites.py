@@ -1,4 +1,4 @@
-"""Composites run their own code, with the rotation of queries and keys re-bound to isobit's."""
+"""Composites run their own code, with the rotation of queries and keys, and torch.sigmoid, re-bound to isobit's."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from isobit.errors import UnsupportedError
@@ -18,6 +19,7 @@ from isobit.integrations.transformers.parts.probing import probe_rotation
 from isobit.integrations.transformers.parts.rotary import rotation
 from isobit.integrations.transformers.parts.source import digest_of_function, function_of
 from isobit.integrations.transformers.residual import settle
+from isobit.ops.delta_rule.gates import sigmoid_gate
 
 
 def forward_composite(module: nn.Module, *given: Any, **named: Any) -> Any:
@@ -59,7 +61,11 @@ def _rebound(kind: Any, forward: Any) -> Any:
 @lru_cache(maxsize=1024)
 def rebound_function(function: Any) -> Any:
     """Return a function with the same code, in whose globals the rotations are isobit's."""
-    ours = {name: rotation(found.style) for name, found in rotations_of(function).items()}
+    ours: dict[str, Any] = {
+        name: rotation(found.style) for name, found in rotations_of(function).items()
+    }
+    if {"torch", "sigmoid"} <= set(function.__code__.co_names):
+        ours["torch"] = Torch()
     if not ours:
         return function
     made = types.FunctionType(
@@ -71,6 +77,15 @@ def rebound_function(function: Any) -> Any:
     )
     made.__kwdefaults__ = function.__kwdefaults__
     return made
+
+
+class Torch:
+    """The name `torch` of a composite that gates by torch.sigmoid, whose vector body and tail have different bits."""
+
+    sigmoid = staticmethod(sigmoid_gate)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
 
 
 @dataclass(frozen=True)

@@ -22,15 +22,26 @@ ROTARY_EMBEDDINGS: dict[str, str] = {
     "4f7632eb56738bce": "olmo2.Olmo2RotaryEmbedding",
     "d6679696f0a16fc4": "olmo3.Olmo3RotaryEmbedding",
     "aa5f8d996efa89a2": "gemma3.Gemma3RotaryEmbedding",
+    "e118428e1ef404ef": "qwen3_5.Qwen3_5TextRotaryEmbedding",
 }
 # Rotations of queries and keys, with their styles (rotary.py).
 ROTATIONS: dict[str, tuple[str, str]] = {
     "0d0c50f1105d8e96": ("llama.apply_rotary_pos_emb", "halves"),
     "2a6923c30a1abeab": ("olmo2.apply_rotary_pos_emb", "halves"),
     "b3e09a3de538b0f7": ("phi3.apply_rotary_pos_emb", "halves"),
+    "383c187ffbb093be": ("qwen3_next.apply_rotary_pos_emb", "halves"),
     "74c9980384bea297": ("glm.apply_rotary_pos_emb", "pairs"),
     "92767ed84b5c69a8": ("ernie4_5.apply_rotary_pos_emb", "pairs"),
     "b907dfdd7ce839a2": ("helium.apply_rotary_pos_emb", "pairs"),
+}
+# Norms whose result is multiplied by silu of a gate.
+GATED_NORMS: dict[str, tuple[str, NormFormula]] = {
+    "80995995be3e1df7": ("qwen3_next.Qwen3NextRMSNormGated", NormFormula(eps="variance_epsilon")),
+}
+# Linear attention by the gated delta rule (delta_net.py).
+DELTA_NETS: dict[str, str] = {
+    "4d734b2fbfcd3820": "qwen3_next.Qwen3NextGatedDeltaNet",
+    "0449d35928db43c8": "qwen3_5.Qwen3_5GatedDeltaNet",
 }
 # Embeddings that are scaled, with the attribute that is the scale.
 EMBEDDINGS: dict[str, tuple[str, str]] = {
@@ -83,6 +94,11 @@ COMPOSITES: dict[str, str] = {
     "fcea2af513347668": "stablelm.StableLmModel",
     "71231f0f39e46be5": "stablelm.StableLmDecoderLayer",
     "f4963819f0ad076b": "stablelm.StableLmAttention",
+    "bc54a718305292ef": "qwen3_next.Qwen3NextModel",
+    "677d9ca614986a9d": "qwen3_next.Qwen3NextDecoderLayer",
+    "5c9a68b60c5763e3": "qwen3_next.Qwen3NextAttention",
+    "71c1ee34e3ada3d0": "qwen3_5.Qwen3_5TextModel",
+    "7418e08c89eea76c": "qwen3_5.Qwen3_5DecoderLayer",
 }
 # Heads (heads.py).
 HEADS: dict[str, tuple[str, str]] = {
@@ -90,6 +106,7 @@ HEADS: dict[str, tuple[str, str]] = {
     "c7f3393af93af7e9": ("granite.GraniteForCausalLM", "divided"),
     "c9f3a223d137befb": ("gemma3.Gemma3ForCausalLM", "capped"),
     "107ada47601edbb2": ("stablelm.StableLmForCausalLM", "plain"),
+    "b087bb4d17afda49": ("qwen3_next.Qwen3NextForCausalLM", "routed"),
     "f095779abe827079": ("cohere.CohereForCausalLM", "multiplied"),
 }
 # Heads that score each sample, or each token; one forward of transformers serves all families.

@@ -24,7 +24,7 @@ TOKENS: str = "a score of each token"
 class Head:
     """A language-model head, whose logits are those of `lm_head` divided by `divisor(model)`, or one that scores."""
 
-    kind: str  # plain, divided, multiplied or capped; or SAMPLES or TOKENS
+    kind: str  # plain, divided, multiplied, capped or routed; or SAMPLES or TOKENS
     found: str  # where its source was read
     shipped: bool = True  # see part.Part
 
@@ -39,6 +39,12 @@ class Head:
             return float(model.config.logits_scaling)
         if self.kind == "multiplied":
             return 1.0 / float(model.logit_scale)
+        if self.kind == "routed" and getattr(model.config, "output_router_logits", False):
+            refuse(
+                "a loss without that of routers: its sums over the batch are not a sum over micro-batches",
+                "output_router_logits=True",
+                "set config.output_router_logits to False",
+            )
         if self.kind == "capped" and model.config.final_logit_softcapping is not None:
             refuse(
                 "logits without a soft cap",

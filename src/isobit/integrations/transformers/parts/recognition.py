@@ -19,6 +19,7 @@ from isobit.integrations.transformers.parts import (
     activations,
     attention,
     composites,
+    delta_net,
     embedding,
     gated_mlp,
     linear,
@@ -28,9 +29,11 @@ from isobit.integrations.transformers.parts import (
 )
 from isobit.integrations.transformers.parts.digests import (
     COMPOSITES,
+    DELTA_NETS,
     ELEMENTWISE,
     EMBEDDINGS,
     GATED_MLPS,
+    GATED_NORMS,
     LORA,
     NORMS,
     ROTARY_EMBEDDINGS,
@@ -55,7 +58,10 @@ from isobit.integrations.transformers.refusals import (
 )
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Identity)
-KNOWN = "linear, embedding, RMSNorm, LayerNorm, rotary embedding, silu, gelu, gated MLP, attention, head"
+KNOWN = (
+    "linear, embedding, RMSNorm, LayerNorm, rotary embedding, silu, gelu, gated MLP, attention, linear attention by "
+    "the gated delta rule, head"
+)
 
 
 @dataclass
@@ -155,6 +161,8 @@ def make_plan(model: nn.Module, outer: Outer, adapters: str = lora.MODES[0]) -> 
         elif head is not None and head.is_language_model and lora.plain_name(name) == HEAD:
             check_logits(module)
             part = Part("logits", outer.logits, (), "torch.nn.Linear")
+        elif module in plan.inside and plain_type(module) is nn.Conv1d:
+            part = Part("inside of linear attention", None, (), "torch.nn.Conv1d")
         else:
             part = find_part(name, module)
         plan.parts[module] = part
@@ -264,6 +272,13 @@ def find_by_digest(name: str, module: Any, digest: str) -> Part | None:
     if digest in NORMS:
         path, formula = NORMS[digest]
         return Part("norm", norms.forward_norm, (formula,), f"source of {path}")
+    if digest in GATED_NORMS:
+        path, formula = GATED_NORMS[digest]
+        return Part("gated norm", delta_net.forward_gated_norm, (formula,), f"source of {path}")
+    if digest in DELTA_NETS:
+        delta_net.check_delta_net(name, module)
+        forward, where = delta_net.forward_delta_net, f"source of {DELTA_NETS[digest]}"
+        return Part("linear attention", forward, (), where, inside=("conv1d",))
     if digest in ROTARY_EMBEDDINGS:
         rotary.check_kind(name, module)
         path = ROTARY_EMBEDDINGS[digest]
@@ -353,7 +368,7 @@ def find_backbone(module: nn.Module, forward: Forward) -> Part:
 def join_siblings(plan: Plan) -> None:
     """Give the linear layers that share an input the list of all of them, as a setting of their parts."""
     for module, part in list(plan.parts.items()):
-        if part.name not in ("attention", "composite", "layer", "gated MLP"):
+        if part.name not in ("attention", "linear attention", "composite", "layer", "gated MLP"):
             continue
         for children in sharing(module, part):
             layers, groups = linear.find_layers(plan.names[module], module, children)

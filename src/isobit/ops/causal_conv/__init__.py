@@ -1,0 +1,1 @@
+"""A short causal convolution of each channel, within each sample, and its gradients."""
