@@ -39,6 +39,7 @@ from isobit.integrations.transformers.strictness import coverage_report as cover
 from isobit.nn.freezing import freeze as freeze
 from isobit.ops.attention.cache import KVCache as KVCache
 from isobit.ops.attention.op import attention as attention
+from isobit.ops.distillation.loss import distillation_loss as distillation_loss
 from isobit.ops.embedding.op import embedding as embedding
 from isobit.ops.exact_sum.op import exact_sum as exact_sum
 from isobit.ops.gelu.op import gelu as gelu
