@@ -16,11 +16,14 @@ from torch import Tensor
 
 import isobit
 from isobit import ArgumentError, UnsupportedError, bits, distillation_loss
+from isobit.ops import dispatch
 from isobit.ops.distillation.portable import DIRECTIONS
 from isobit.ops.linear.op import linear_fp32
 from isobit.order.samples import Samples
 from isobit.parallel import GlobalBatch, Gradients
+from tests.attacks.operators import force_portable
 
+needs_native = pytest.mark.skipif(not dispatch.has_native(), reason="no native kernels")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 PAIRS = 10_000
 
@@ -77,7 +80,7 @@ def test_no_divergence_is_negative(dtype, direction):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_a_model_and_itself(dtype, direction):
-    hidden, weight, _, _, targets = problem(33, 300, 16, dtype)
+    hidden, weight, _, _, targets = problem(33, 1100, 16, dtype)
     for teacher in ((hidden, weight), linear_fp32(hidden, weight)):
         leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
         loss = distillation_loss(
@@ -164,6 +167,26 @@ def test_kinds_of_teachers_agree():
         for teacher in (turned, filled):
             again = run(hidden, weight, teacher, targets, **options)
             assert all(bits.equal(a, b) for a, b in zip(again, partly, strict=True))
+
+
+@needs_native
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("words", [1, 67, 300, 1101])
+def test_native_and_portable_agree(words, direction, monkeypatch):
+    """One segment with a tail, four segments, one long segment; all kinds of teachers; a dtype of the teacher's own."""
+    hidden, weight, other, head, targets = problem(7, words, 5)
+    known = linear_fp32(other, head).log_softmax(-1).topk(min(words, 9))
+    bf16 = other.bfloat16(), head.bfloat16()
+    found = []
+    for _ in range(2):
+        for teacher in ((other, head), bf16, linear_fp32(*bf16), tuple(known)[::-1]):
+            options = {"temperature": 0.7, "direction": direction, "beta": 0.4}
+            found.append(run(hidden, weight, teacher, targets, **options))
+        force_portable(monkeypatch)
+    for native, portable in zip(found[:4], found[4:], strict=True):
+        assert all(
+            bits.first_difference(a, b) is None for a, b in zip(native, portable, strict=True)
+        )
 
 
 def test_few_known_words_are_a_lower_bound():

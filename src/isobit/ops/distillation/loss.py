@@ -151,6 +151,7 @@ def check_choices(alpha: float, direction: str, beta: float, reduction: str) -> 
 def describe_teacher(teacher: Teacher, hidden: Tensor, vocabulary: int) -> Described:
     """Return the teacher as the operator takes it, after checking that it fits to the student's rows and words."""
     rows = hidden.shape[:-1]
+    check_precision(teacher, hidden)
     if isinstance(teacher, Tensor):
         check_tensors(teacher=teacher)
         if teacher.shape != (*rows, vocabulary):
@@ -177,6 +178,19 @@ def describe_teacher(teacher: Teacher, hidden: Tensor, vocabulary: int) -> Descr
     if len(second) != vocabulary:
         refuse_vocabulary("the teacher's weight", second, (vocabulary, second.shape[1]))
     return first.reshape(-1, first.shape[-1]), second, None, None
+
+
+def check_precision(teacher: Teacher, hidden: Tensor) -> None:
+    """Raise where one model is in fp64, which is for gradcheck, and the other is not."""
+    parts = teacher if isinstance(teacher, tuple | list) else (teacher,)
+    for part in parts:
+        real = isinstance(part, Tensor) and part.is_floating_point()
+        if real and (part.dtype == torch.float64) != (hidden.dtype == torch.float64):
+            raise ArgumentError(
+                expected="both models in fp64, or neither",
+                received=f"{hidden.dtype} and a teacher in {part.dtype}",
+                remedy="convert the teacher with .to(torch.float32)",
+            )
 
 
 @keeping_subnormals

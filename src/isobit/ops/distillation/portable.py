@@ -23,10 +23,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import factorial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from isobit import bits
+from isobit.ops.attesting import Call, call_native, wide_values
 from isobit.ops.logprob.portable import finish, inverse, logits_of, segments_of
 from isobit.ops.portable.elementary import exp_nonpositive, log_positive
 from isobit.ops.portable.sums import (
@@ -257,3 +260,42 @@ def distillation_loss_backward(
     total = by_word[0] if len(by_word) else torch.zeros_like(weight, dtype=spread.dtype)
     dtype = gradient_dtype(weight.dtype, len(samples.spans), samples.total)
     return round_once(by_token, hidden.dtype), round_once(total, dtype)
+
+
+# Compare an executor's distillation_loss with the portable one, bit for bit.
+
+VOCABULARY, WIDTH, ROWS = 1026, 3, 4  # two segments, each with a tail
+
+
+def difference(dtype: torch.dtype, call: Call = call_native) -> str | None:
+    """Return what differs first, or None; other dtypes than fp32 share the code."""
+    if dtype != torch.float32:
+        return None
+    generator = torch.Generator().manual_seed(WIDTH)
+    hidden, teacher, weight, head = (
+        wide_values((n, WIDTH), dtype, generator) for n in (ROWS, ROWS, VOCABULARY, VOCABULARY)
+    )
+    teacher[0], head[:600] = hidden[0], weight[:600]  # words that are alike, and others
+    targets = torch.tensor([0, VOCABULARY - 1, -100, 5])
+    known = torch.tensor([[-1, 0, 3, 1025]] * ROWS)
+    logprobs = torch.tensor([[-torch.inf, -1.5, -0.7, -3.0]] * ROWS, dtype=dtype)
+    rest = torch.tensor([-1.7] * ROWS, dtype=dtype)
+    samples = Samples.packed([ROWS])
+    live, partly = (teacher, head, None, None), (logprobs, None, known, rest)
+    kinds: list[tuple[Any, Any, Any, Any]] = [live, partly, live]
+    grads = [wide_values((ROWS,), dtype, generator) for _ in range(2)]
+    for direction, kind in zip(DIRECTIONS, kinds, strict=True):
+        given: tuple[Any, Any, Any] = hidden, weight, targets
+        how = 0.7, direction, 0.3
+        spans = torch.tensor(samples.spans)
+        found = call("distillation_loss", *given, *kind, *how, spans)
+        known_result = distillation_loss(*given, *kind, *how)
+        stats = known_result[2]
+        back = (*given, *kind[:3], stats)
+        found += call("distillation_loss_backward", *grads, *back, spans, *how, True, True)
+        wanted = known_result + distillation_loss_backward(grads, *back, samples, *how)
+        names = ("values", "log-probabilities", "sums", "dhidden", "dweight")
+        for name, left, right in zip(names, found, wanted, strict=True):
+            if not bits.equal(left, right):
+                return f"distillation_loss's {name}, {direction}"
+    return None
