@@ -13,12 +13,6 @@ namespace isobit {
 
 namespace {
 
-// Tokens at a time, for chunks of some columns: as many as keep the logits in 16 MB, but whole
-// panels of them. Not part of the order.
-int64_t forward_rows(int64_t columns) {
-  return std::clamp<int64_t>((1 << 22) / columns / panel_width, 1, 16) * panel_width;
-}
-
 // Scales the logits [columns] of one token and one chunk in place, and adds their segments.
 ISOBIT_CLONES void add_chunk(float* logits, const VocabularyChunk& chunk, float inverse_temperature,
                              MaxSumTree& tree) {

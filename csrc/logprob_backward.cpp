@@ -43,44 +43,6 @@ ISOBIT_INLINE void grad_of_row(const LogitGrad<T> row) {
 ISOBIT_LOGIT_GRAD(float)
 ISOBIT_LOGIT_GRAD(BFloat16)
 
-// Sums dX [rows, cols] over the vocabulary: a binary counter of finished subtrees.
-class SubtreeCounter {
- public:
-  SubtreeCounter(int64_t rows, int64_t cols) : rows_(rows), cols_(cols) {}
-
-  // Memory for the sum of the next subtree.
-  Tensor make_sum() const { return empty_tensor({rows_, cols_}, at::kFloat); }
-
-  // Takes the next subtree, with its root at `level`.
-  void push(Tensor sum, int64_t level) {
-    while (!levels_.empty() && levels_.back() == level) {
-      merge(done_.back(), sum);
-      sum = done_.back();
-      done_.pop_back();
-      levels_.pop_back();
-      level++;
-    }
-    done_.push_back(sum);
-    levels_.push_back(level);
-  }
-
-  const Tensor& total() const { return done_.front(); }
-
- private:
-  void merge(Tensor& left, const Tensor& right) {
-    float* a = left.mutable_data_ptr<float>();       // [rows * cols]
-    const float* b = right.const_data_ptr<float>();  // [rows * cols]
-    at::parallel_for(0, rows_ * cols_, 1 << 15, [&](int64_t begin, int64_t end) {
-      FixedFpEnvironment fp_environment;
-      merge2(a + begin, b + begin, end - begin);
-    });
-  }
-
-  int64_t rows_, cols_;
-  std::vector<Tensor> done_;     // subtrees that wait for their right sibling
-  std::vector<int64_t> levels_;  // of their roots
-};
-
 struct BackwardInputs {
   const Tensor& grad;     // fp32 [T]
   const Tensor& hidden;   // [T, K], in the engine's dtype
@@ -115,52 +77,24 @@ void write_logit_grads(const BackwardInputs& in, const VocabularyChunk& chunk, c
   });
 }
 
-// The rows of dW that belong to a chunk. `grads` is [T][n]; `weight_grad` is [words, K].
-template <class T>
-void write_weight_grad(const BackwardInputs& in, const VocabularyChunk& chunk,
-                       const Schedule& samples, const T* grads, Tensor& weight_grad) {
-  const int64_t n = chunk.columns(), width = in.hidden.size(1);
-  const MatrixView<T> left{grads, 1, n};                               // [n][T]
-  const MatrixView<T> right{in.hidden.const_data_ptr<T>(), 1, width};  // [K][T]
-  dispatch_dtype("linear_logprob", weight_grad.scalar_type(), [&](auto tag) {
-    using Out = typename decltype(tag)::type;
-    Out* out = weight_grad.mutable_data_ptr<Out>() + chunk.begin * width;  // [n][K]
-    // The left operand of the product is copied as a whole: let it be the smaller one.
-    const bool swap = width < n;
-    const Output<Out> output{out, width, 0, nullptr, swap};
-    if (swap)
-      Product<T, Out>(samples, right, {left, nullptr}, output, width, n).run();
-    else
-      Product<T, Out>(samples, left, {right, nullptr}, output, n, width).run();
-  });
-}
-
 template <class T>
 void backward(const BackwardInputs& in, SubtreeCounter& hidden_grad, Tensor& weight_grad) {
   const std::vector<VocabularyChunk> chunks = cut_vocabulary(in.shard.extent, in.weight.size(0));
-  const int64_t rows = in.hidden.size(0), width = in.hidden.size(1), most = most_columns(chunks);
+  const int64_t rows = in.hidden.size(0), most = most_columns(chunks);
   ChunkLogits<T> logits(in.hidden, most);
   // fp32 gradients overwrite the logits.
   Tensor narrow_grads = paired<T> ? empty_tensor({rows * most}, in.hidden.scalar_type()) : Tensor();
   const Schedule samples = sample_schedule(in.spans, 0, in.global_samples);
   for (const VocabularyChunk& chunk : chunks) {
-    const int64_t n = chunk.columns();
-    const Tensor weight = in.weight.narrow(0, chunk.begin, n).to(in.hidden.scalar_type());
+    const Tensor weight =
+        in.weight.narrow(0, chunk.begin, chunk.columns()).to(in.hidden.scalar_type());
     float* values = logits.run(weight);  // [T][n]
     T* grads =                           // [T][n]
         paired<T> ? narrow_grads.mutable_data_ptr<T>() : reinterpret_cast<T*>(values);
     write_logit_grads(in, chunk, values, grads);
-    if (in.wants_hidden) {
-      Tensor sum = hidden_grad.make_sum();
-      const Output<float> output{sum.mutable_data_ptr<float>(), width, 0, nullptr, false};
-      const Schedule words = product_schedule(in.shard.extent, 0, chunk.schedule.segment_count());
-      Product<T, float>(words, MatrixView<T>{grads, n, 1}, {matrix_view<T>(weight, 1, 0), nullptr},
-                        output, rows, width)
-          .run();
-      hidden_grad.push(sum, chunk.level);
-    }
+    if (in.wants_hidden) add_hidden_grad(in.shard.extent, chunk, weight, grads, hidden_grad);
     if (in.wants_weight && in.spans.size(0) > 0)
-      write_weight_grad<T>(in, chunk, samples, grads, weight_grad);
+      write_weight_grad(in.hidden, chunk, samples, grads, weight_grad);
   }
 }
 

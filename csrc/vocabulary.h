@@ -1,6 +1,8 @@
 // The vocabulary axis of the log-probability, cut into chunks whose logits fit in memory.
 #pragma once
 
+#include <ATen/Parallel.h>
+
 #include <vector>
 
 #include "linear.h"
@@ -37,6 +39,12 @@ inline int64_t most_columns(const std::vector<VocabularyChunk>& chunks) {
   int64_t most = 0;
   for (const VocabularyChunk& chunk : chunks) most = std::max(most, chunk.columns());
   return most;
+}
+
+// Tokens at a time, for chunks of some columns: as many as keep the logits in 16 MB, but whole
+// panels of them. Not part of the order.
+inline int64_t forward_rows(int64_t columns) {
+  return std::clamp<int64_t>((1 << 22) / columns / panel_width, 1, 16) * panel_width;
 }
 
 // Raises unless hidden is [T, K], weight [V, K] and targets int64 [T].
@@ -78,5 +86,79 @@ class ChunkLogits {
   Tensor logits_;  // [tokens * most columns]
   Tensor packed_;  // the hidden states as pack_weight returns them, or undefined
 };
+
+// Sums dX [rows, cols] over the vocabulary: a binary counter of finished subtrees.
+class SubtreeCounter {
+ public:
+  SubtreeCounter(int64_t rows, int64_t cols) : rows_(rows), cols_(cols) {}
+
+  // Memory for the sum of the next subtree.
+  Tensor make_sum() const { return empty_tensor({rows_, cols_}, at::kFloat); }
+
+  // Takes the next subtree, with its root at `level`.
+  void push(Tensor sum, int64_t level) {
+    while (!levels_.empty() && levels_.back() == level) {
+      merge(done_.back(), sum);
+      sum = done_.back();
+      done_.pop_back();
+      levels_.pop_back();
+      level++;
+    }
+    done_.push_back(sum);
+    levels_.push_back(level);
+  }
+
+  const Tensor& total() const { return done_.front(); }
+
+ private:
+  void merge(Tensor& left, const Tensor& right) {
+    float* a = left.mutable_data_ptr<float>();       // [rows * cols]
+    const float* b = right.const_data_ptr<float>();  // [rows * cols]
+    at::parallel_for(0, rows_ * cols_, 1 << 15, [&](int64_t begin, int64_t end) {
+      FixedFpEnvironment fp_environment;
+      merge2(a + begin, b + begin, end - begin);
+    });
+  }
+
+  int64_t rows_, cols_;
+  std::vector<Tensor> done_;     // subtrees that wait for their right sibling
+  std::vector<int64_t> levels_;  // of their roots
+};
+
+// Adds a chunk's part of dX [rows, K]. `weight` is [columns, K]; `grads` [rows][columns] are the
+// gradients of the chunk's logits.
+template <class T>
+void add_hidden_grad(int64_t extent, const VocabularyChunk& chunk, const Tensor& weight,
+                     const T* grads, SubtreeCounter& hidden_grad) {
+  Tensor sum = hidden_grad.make_sum();
+  const int64_t rows = sum.size(0), width = sum.size(1);
+  const Output<float> output{sum.mutable_data_ptr<float>(), width, 0, nullptr, false};
+  const Schedule words = product_schedule(extent, 0, chunk.schedule.segment_count());
+  Product<T, float>(words, MatrixView<T>{grads, chunk.columns(), 1},
+                    {matrix_view<T>(weight, 1, 0), nullptr}, output, rows, width)
+      .run();
+  hidden_grad.push(sum, chunk.level);
+}
+
+// Writes the rows of dW that belong to a chunk. `hidden` is [T, K]; `grads` is [T][columns];
+// `weight_grad` is [words, K].
+template <class T>
+void write_weight_grad(const Tensor& hidden, const VocabularyChunk& chunk, const Schedule& samples,
+                       const T* grads, Tensor& weight_grad) {
+  const int64_t n = chunk.columns(), width = hidden.size(1);
+  const MatrixView<T> left{grads, 1, n};                            // [n][T]
+  const MatrixView<T> right{hidden.const_data_ptr<T>(), 1, width};  // [K][T]
+  dispatch_dtype("linear_logprob", weight_grad.scalar_type(), [&](auto tag) {
+    using Out = typename decltype(tag)::type;
+    Out* out = weight_grad.mutable_data_ptr<Out>() + chunk.begin * width;  // [n][K]
+    // The left operand of the product is copied as a whole: let it be the smaller one.
+    const bool swap = width < n;
+    const Output<Out> output{out, width, 0, nullptr, swap};
+    if (swap)
+      Product<T, Out>(samples, right, {left, nullptr}, output, width, n).run();
+    else
+      Product<T, Out>(samples, left, {right, nullptr}, output, n, width).run();
+  });
+}
 
 }  // namespace isobit

@@ -42,6 +42,7 @@ from isobit.ops.attention.op import attention as attention
 from isobit.ops.causal_conv.op import causal_conv as causal_conv
 from isobit.ops.delta_rule.op import DeltaState as DeltaState
 from isobit.ops.delta_rule.op import delta_rule as delta_rule
+from isobit.ops.distillation.loss import distillation_loss as distillation_loss
 from isobit.ops.embedding.op import embedding as embedding
 from isobit.ops.exact_sum.op import exact_sum as exact_sum
 from isobit.ops.gelu.op import gelu as gelu

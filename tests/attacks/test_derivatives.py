@@ -11,7 +11,11 @@ from tests.attacks.operators import FEATURES, NAMES, ROWS, calls, draw, force_po
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 
 X, T = draw(ROWS, FEATURES), draw(ROWS, FEATURES, seed=9)
-SERVING = {"linear_cross_entropy": "(linear_logprob|exact_sum)", "a parameter's gradient": "linear"}
+SERVING = {
+    "linear_cross_entropy": "(linear_logprob|exact_sum)",
+    "distillation_loss": "(distillation_loss|exact_sum)",
+    "a parameter's gradient": "linear",
+}
 
 
 def test_every_public_operator_is_attacked():

@@ -51,6 +51,9 @@ BUILT_ON = {
     ("logprob", "log_softmax"),
     ("log_softmax", "softmax"),
     ("select_rows", "embedding"),
+    ("distillation", "linear"),
+    ("distillation", "logprob"),
+    ("distillation", "exact_sum"),
 }
 FILES = sorted(SOURCE.rglob("*.py"))
 
@@ -172,9 +175,10 @@ def test_operators_share_code_through_portable(path):
     """An operator imports its own folder, ops/portable, ops/gpu and ops/*.py; of others only what it is built on.
 
     The one thing that another operator may offer is its op.py: linear_logprob is built on linear, the loss on
-    exact_sum, and log_softmax registers itself as softmax does. A triton.py may use the other's triton.py.
+    exact_sum, and log_softmax registers itself as softmax does. A portable.py, a loss.py or a triton.py may use the
+    other's file of the same name.
     """
-    offered = {"op", "triton"} if path.stem == "triton" else {"op"}
+    offered = {"op", path.stem} if path.stem in ("portable", "loss", "triton") else {"op"}
     shared = {p.stem for p in (SOURCE / "ops").glob("*.py")} | {"portable", "gpu", path.parent.name}
     for name in imports_of(path):
         parts = name.split(".")
