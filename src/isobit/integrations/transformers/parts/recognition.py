@@ -227,7 +227,7 @@ def find_torch_class(name: str, module: Any) -> Part | None:
     if kind is nn.Embedding:
         return Part("embedding", embedding.forward_embedding, (), where)
     if kind is nn.Dropout:
-        return Part("dropout", activations.forward_dropout, (), where)
+        return Part("dropout", activations.forward_dropout, (name,), where)
     if kind in CONTAINERS:
         return Part("container", None, (), where)
     if kind is nn.LayerNorm:
