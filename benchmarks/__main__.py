@@ -40,6 +40,7 @@ CASES = (
     "families",
     "vllm",
     "vllm_whole",
+    "vllm_lora",
 )
 
 if sys.argv[1:2] in (["record"], ["pages"], ["follow"]):

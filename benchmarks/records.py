@@ -52,6 +52,7 @@ COMMANDS = {
     "families": "python -m benchmarks families --threads 1",
     "vllm": "python -m benchmarks vllm",
     "vllm-whole": "python -m benchmarks vllm_whole",
+    "vllm-lora": "python -m benchmarks vllm_lora",
     "vllm-speed": ".venv-vllm/bin/python -m benchmarks.vllm_speed",
     "vllm-grpo": "python examples/grpo_vllm.py --steps 40",
     "gpu-contracts": "isobit verify isobit --backend interpreter --target sm_90 --json",

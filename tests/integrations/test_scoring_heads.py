@@ -287,19 +287,36 @@ def test_labels_that_do_not_fit_are_errors():
         model(**given, labels=torch.tensor([0, 1, 2, 0]))
 
 
-def test_labels_of_padding_and_dropout_in_training_are_errors():
+def test_labels_of_padding_are_errors():
     model = isobit.enable(build("TokenClassification", num_labels=3))
     given = batch_of(texts(), "right", labels_of("TokenClassification", {}))
     given["labels"][given["labels"] == -100] = 0
     with pytest.raises(ArgumentError, match="attention_mask leaves out"):
         model(**given)
-    isobit.disable(model)
-    model.dropout.p = 0.1
-    isobit.enable(model)
-    model(input_ids=given["input_ids"])
+
+
+def test_dropout_of_the_head_is_keyed():
+    """As transformers' critics have it by default; without a key it is an error."""
+    model = isobit.enable(build("TokenClassification", num_labels=3))
+    labels = labels_of("TokenClassification", {})
+    given = {side: batch_of(texts(), side, labels) for side in ("left", "right")}
+    plain = model(**given["left"]).loss
+    model.dropout.p = 0.3
+    assert bits.equal(model(**given["left"]).loss, plain)
     model.train()
-    with pytest.raises(UnsupportedError, match="dropout"):
-        model(input_ids=given["input_ids"])
+    with pytest.raises(UnsupportedError, match=r"(?s)dropout of 0\.3 in training.*dropout_key"):
+        model(**given["left"])
+    found = []
+    for side, step in (("left", 0), ("right", 0), ("right", 1)):
+        model.zero_grad()
+        with isobit.sampling.dropout_key(seed=1, step=step):
+            loss = model(**given[side]).loss
+        loss.backward()
+        grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        found.append((bits.digest(loss.detach()), bits.digest(grads)))
+    assert found[0] == found[1]
+    assert found[1][1] != found[2][1]
+    assert not bits.equal(loss, plain)
 
 
 def test_hooks_on_the_head_run_and_disable_gives_stock_back():

@@ -8,6 +8,7 @@ import transformers
 from transformers import masking_utils
 
 import isobit
+from isobit import bits
 from isobit.errors import UnsupportedError
 from isobit.integrations.transformers.parts.masks import Seen, read_mask
 
@@ -141,3 +142,30 @@ def test_dropout_inside_a_composite_is_named_in_training():
         model.train()
         with pytest.raises(UnsupportedError, match=r"residual_dropout of 0\.1 in training"):
             model(IDS)
+
+
+def test_dropout_modules_of_a_layer_are_keyed():
+    """Phi-3 has them as modules; a sample has the same masks alone, padded and packed, and in another step others."""
+    config = transformers.Phi3Config(
+        **SIZES, resid_pdrop=0.2, embd_pdrop=0.0, pad_token_id=0, bos_token_id=1, eos_token_id=2
+    )
+    torch.manual_seed(0)
+    model = isobit.enable(transformers.Phi3ForCausalLM(config)).train()
+    ids = torch.arange(2, 14)[None]
+    wide = torch.cat([torch.zeros(1, 3, dtype=ids.dtype), ids], 1)
+    with pytest.raises(UnsupportedError, match=r"(?s)dropout of 0\.2 in training.*dropout_key"):
+        model(ids)
+    with isobit.sampling.dropout_key(seed=1, step=0):
+        alone = model(ids, use_cache=False).logits
+        left = model(wide, attention_mask=(wide > 0).long(), use_cache=False).logits[:, 3:]
+        after = isobit.sampling.dropout_key(seed=1, step=0, first=1)
+        both, places = torch.cat([ids, ids], 1), torch.arange(12).repeat(2)[None]
+        first, second = model(both, position_ids=places, use_cache=False).logits.split(12, 1)
+        with after:
+            later = model(ids, use_cache=False).logits
+    assert bits.equal(left.contiguous(), alone)
+    assert bits.equal(first.contiguous(), alone)
+    assert bits.equal(second.contiguous(), later)
+    assert not bits.equal(later, alone)
+    with isobit.sampling.dropout_key(seed=1, step=1):
+        assert not bits.equal(model(ids, use_cache=False).logits, alone)

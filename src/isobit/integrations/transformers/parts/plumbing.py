@@ -6,7 +6,7 @@ import ast
 from functools import lru_cache
 from typing import Any
 
-from isobit.integrations.transformers.parts.source import functions_below, tree_of
+from isobit.integrations.transformers.parts.source import functions_below, nodes_of
 
 # Methods of tensors, caches and containers that move data and compute nothing from the shape of the batch.
 METHODS = frozenset(
@@ -102,9 +102,8 @@ OPERATORS = (
 def find_computation(function: Any, kind: Any, backbone: bool = False) -> str | None:
     """Return the first thing in a forward that is neither a call of a child nor a move of data, or None."""
     for one in functions_below(kind, function):
-        tree = tree_of(one)
-        local = names_of_calls(tree)
-        for node in ast.walk(tree):
+        local = names_of_calls(one)
+        for node in nodes_of(one):
             if isinstance(node, ast.Call) and not is_plumbing(node, local, backbone):
                 return f"{ast.unparse(node.func)}() in {one.__qualname__}"
             if isinstance(node, ast.BinOp) and not isinstance(node.op, OPERATORS):
@@ -112,10 +111,10 @@ def find_computation(function: Any, kind: Any, backbone: bool = False) -> str | 
     return None
 
 
-def names_of_calls(tree: ast.FunctionDef) -> set[str]:
+def names_of_calls(function: Any) -> set[str]:
     """Return local names that are layers of a loop, an attention function or a mask function, which may be called."""
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes_of(function):
         if isinstance(node, ast.For):
             found |= {n.id for n in ast.walk(node.target) if isinstance(n, ast.Name)}
         if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import inspect
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from torch import nn
@@ -47,8 +47,8 @@ from isobit.integrations.transformers.parts.registry import find_registered
 from isobit.integrations.transformers.parts.source import (
     digest_of_class,
     function_of,
+    nodes_of,
     siblings_in,
-    tree_of,
 )
 from isobit.integrations.transformers.refusals import (
     AGAIN,
@@ -235,7 +235,7 @@ def find_torch_class(name: str, module: Any) -> Part | None:
     if kind is nn.Embedding:
         return Part("embedding", embedding.forward_embedding, (), where)
     if kind is nn.Dropout:
-        return Part("dropout", activations.forward_dropout, (), where)
+        return Part("dropout", activations.forward_dropout, (name,), where)
     if kind in CONTAINERS:
         return Part("container", None, (), where)
     if kind is nn.LayerNorm:
@@ -328,7 +328,7 @@ def find_composite(name: str, module: nn.Module, digest: str) -> Part:
 
 def check_keywords(name: str, module: nn.Module, function: Any) -> None:
     """Raise if a composite passes its attention function something that changes attention and is not computed."""
-    for node in ast.walk(tree_of(function)):
+    for node in nodes_of(function):
         for word in node.keywords if isinstance(node, ast.Call) else ():
             if word.arg in attention.OTHERS and isinstance(word.value, ast.Attribute):
                 value: Any = module
@@ -402,17 +402,23 @@ def sharing(module: nn.Module, part: Part) -> list[tuple[str, ...]]:
     return siblings_in(module, lambda child: linear.base_linear(child) is not None)
 
 
-def dropouts_of(module: nn.Module, part: Part) -> list[str]:
+def dropouts_of(module: nn.Module, part: Part) -> tuple[str, ...]:
     """Return the attributes of a composite that its own code passes to torch's dropout as p."""
     if part.name not in ("attention", "composite", "layer", "backbone"):
-        return []
+        return ()
+    return dropouts_in(function_of(plain_type(module)))
+
+
+@lru_cache(maxsize=1024)
+def dropouts_in(function: Any) -> tuple[str, ...]:
+    """Return the attributes that a function passes to torch's dropout as p."""
     found = []
-    for node in ast.walk(tree_of(function_of(plain_type(module)))):
+    for node in nodes_of(function):
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("functional.dropout"):
             for word in node.keywords:
                 if word.arg == "p" and isinstance(word.value, ast.Attribute):
                     found.append(word.value.attr)
-    return found
+    return tuple(found)
 
 
 def check_dropouts(plan: Plan) -> None:

@@ -70,8 +70,7 @@ def function_of(kind: type) -> Any:
 def tree_of(function: Any) -> ast.FunctionDef:
     """Return the parsed source of a function, without annotations, docstrings and neutral decorators."""
     try:
-        text = textwrap.dedent(inspect.getsource(function))
-        parsed = ast.parse(text).body[0]
+        parsed = parse(function)
     except (OSError, TypeError, SyntaxError) as error:
         raise UnsupportedError(
             expected=f"the source of {getattr(function, '__qualname__', function)}",
@@ -93,6 +92,34 @@ def tree_of(function: Any) -> ast.FunctionDef:
         elif isinstance(node, ast.arg):
             node.annotation = None
     return parsed
+
+
+def parse(function: Any) -> ast.stmt:
+    """Return the parsed source of a function as it is written."""
+    try:
+        return ast.parse(textwrap.dedent("".join(block_of(function)))).body[0]
+    except (SyntaxError, IndexError):  # as a string with lines that are indented less
+        return ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+
+
+def block_of(function: Any) -> list[str]:
+    """Return the lines of a function by indentation; `inspect.getsource` reads every token, which takes longer."""
+    lines, first = inspect.findsource(function)
+    indent, is_body = len(lines[first]) - len(lines[first].lstrip()), False
+    for at, line in enumerate(lines[first:], first):
+        text = line.lstrip()
+        if not text or text.startswith(("#", ")", "]", "}")) or len(line) - len(text) > indent:
+            continue
+        if is_body:
+            return lines[first:at]
+        is_body = text.startswith(("def ", "async "))  # the lines before it are decorators
+    return lines[first:]
+
+
+@lru_cache(maxsize=4096)
+def nodes_of(function: Any) -> tuple[ast.AST, ...]:
+    """Return all nodes of a function's source."""
+    return tuple(ast.walk(tree_of(function)))
 
 
 def is_neutral(decorator: ast.expr) -> bool:
@@ -119,7 +146,7 @@ def write(node: Any, prefix: str) -> str:
 
 def called_functions(kind: type | None, function: Any) -> Iterator[Any]:
     """Yield the methods and the functions of the same file that a function calls."""
-    for node in ast.walk(tree_of(function)):
+    for node in nodes_of(function):
         if not isinstance(node, ast.Call):
             continue
         name = node.func
@@ -140,12 +167,13 @@ def called_functions(kind: type | None, function: Any) -> Iterator[Any]:
                 yield found
 
 
-def functions_below(kind: type | None, function: Any) -> list[Any]:
+@lru_cache(maxsize=4096)
+def functions_below(kind: type | None, function: Any) -> tuple[Any, ...]:
     """Return a function and all that it calls in its class and file, each once."""
     found = [function]
     for one in found:
         found += [other for other in called_functions(kind, one) if other not in found]
-    return found
+    return tuple(found)
 
 
 @lru_cache(maxsize=4096)

@@ -100,7 +100,8 @@ def build(one: str, name: str) -> Any:
         config = make(**few)
     except Exception:  # a config whose options depend on the number of layers
         config = make()
-    with torch.device("meta"):
+    # Drawing weights on the meta device is most of the time that a model takes to make.
+    with torch.device("meta"), library("initialization").no_init_weights():
         return getattr(library(), name)(config)
 
 
