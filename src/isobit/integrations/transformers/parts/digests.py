@@ -7,6 +7,7 @@ norms and rotations are then probed, composites are read anew, and heads are ref
 
 from __future__ import annotations
 
+from isobit.integrations.transformers.parts.experts import Router
 from isobit.integrations.transformers.parts.norms import NormFormula
 
 # Norms, with their formulas.
@@ -29,6 +30,7 @@ ROTATIONS: dict[str, tuple[str, str]] = {
     "2a6923c30a1abeab": ("olmo2.apply_rotary_pos_emb", "halves"),
     "b3e09a3de538b0f7": ("phi3.apply_rotary_pos_emb", "halves"),
     "74c9980384bea297": ("glm.apply_rotary_pos_emb", "pairs"),
+    "383c187ffbb093be": ("glm4_moe.apply_rotary_pos_emb", "halves"),
     "92767ed84b5c69a8": ("ernie4_5.apply_rotary_pos_emb", "pairs"),
     "b907dfdd7ce839a2": ("helium.apply_rotary_pos_emb", "pairs"),
 }
@@ -40,6 +42,25 @@ EMBEDDINGS: dict[str, tuple[str, str]] = {
 GATED_MLPS: dict[str, tuple[str, str]] = {
     "c667e32817f752bd": ("llama.LlamaMLP", "separate"),
     "89b34cccf0d0e128": ("phi3.Phi3MLP", "packed"),
+}
+# Routers of mixtures of experts, experts, and blocks that do more than call these two (experts.py).
+ROUTERS: dict[str, tuple[str, Router]] = {
+    "e7c8c51f3559493d": ("qwen3_moe.Qwen3MoeTopKRouter", Router("softmax", "norm_topk_prob")),
+    "f06ff9c13a9b2c60": ("mixtral.MixtralTopKRouter", Router("softmax", rounded=False)),
+    "72597766197b373e": (
+        "deepseek_v3.DeepseekV3TopkRouter",
+        Router("sigmoid", "norm_topk_prob", rounded=False, wide=True, grouped=True),
+    ),
+    "723fdbf549242d5f": ("gpt_oss.GptOssTopKRouter", Router("softmax_of_chosen")),
+}
+EXPERTS: dict[str, tuple[str, str]] = {
+    "28e9f5cdbf106a43": ("mixtral.MixtralExperts", "gated"),
+    "5f81d29a90289849": ("gpt_oss.GptOssExperts", "clamped"),
+}
+MIXTURES: dict[str, tuple[str, str]] = {
+    "4b370306a480439b": ("mixtral.MixtralSparseMoeBlock", "jittered"),
+    "919acf8910d2ff36": ("qwen2_moe.Qwen2MoeSparseMoeBlock", "gated shared"),
+    "e235a2b8d3ad7fea": ("deepseek_v3.DeepseekV3MoE", "shared"),
 }
 # Modules that compute each element by itself, and run as they are.
 ELEMENTWISE: dict[str, str] = {
@@ -83,6 +104,14 @@ COMPOSITES: dict[str, str] = {
     "fcea2af513347668": "stablelm.StableLmModel",
     "71231f0f39e46be5": "stablelm.StableLmDecoderLayer",
     "f4963819f0ad076b": "stablelm.StableLmAttention",
+    "50ccb2d113d8a9c8": "qwen3_moe.Qwen3MoeSparseMoeBlock",
+    "fc54b04a3d496be1": "mixtral.MixtralModel",
+    "9d615a1d8ee4fc0a": "mixtral.MixtralDecoderLayer",
+    "ebf2153447c470b6": "olmoe.OlmoeSparseMoeBlock",
+    "7bceaa17dc011cef": "olmoe.OlmoeModel",
+    "2ef642aabd1fcbf8": "olmoe.OlmoeAttention",
+    "8d98e5d5c0640f01": "qwen2_moe.Qwen2MoeModel",
+    "5dd5630d4a4f486b": "glm4_moe.Glm4MoeAttention",
 }
 # Heads (heads.py).
 HEADS: dict[str, tuple[str, str]] = {
@@ -90,6 +119,8 @@ HEADS: dict[str, tuple[str, str]] = {
     "c7f3393af93af7e9": ("granite.GraniteForCausalLM", "divided"),
     "c9f3a223d137befb": ("gemma3.Gemma3ForCausalLM", "capped"),
     "107ada47601edbb2": ("stablelm.StableLmForCausalLM", "plain"),
+    "b087bb4d17afda49": ("mixtral.MixtralForCausalLM", "routed"),
+    "38ed8d5c462877bd": ("deepseek_v3.DeepseekV3ForCausalLM", "plain"),
     "f095779abe827079": ("cohere.CohereForCausalLM", "multiplied"),
 }
 # Heads that score each sample, or each token; one forward of transformers serves all families.

@@ -24,7 +24,7 @@ TOKENS: str = "a score of each token"
 class Head:
     """A language-model head, whose logits are those of `lm_head` divided by `divisor(model)`, or one that scores."""
 
-    kind: str  # plain, divided, multiplied or capped; or SAMPLES or TOKENS
+    kind: str  # plain, routed, divided, multiplied or capped; or SAMPLES or TOKENS
     found: str  # where its source was read
     shipped: bool = True  # see part.Part
 
