@@ -35,6 +35,21 @@ SIZES = {
 }
 WINDOW = {"sliding_window": 8}
 BOTH = {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+MIXTURE = {
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+}
+# Groups of experts, of which some can be chosen, and a shared expert in all layers but the first.
+SHARED = {
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+}
 # What a type needs besides: a window, kinds of layers, options that make it differ from others, dropout that is off.
 TYPES = {
     "llama": {},
@@ -64,6 +79,11 @@ TYPES = {
     "ernie4_5": {},
     "helium": {},
     "starcoder2": {**WINDOW, "residual_dropout": 0.0, "embedding_dropout": 0.0},
+    "qwen3_moe": {**MIXTURE, "norm_topk_prob": True},
+    "mixtral": {**MIXTURE, **WINDOW},
+    "olmoe": MIXTURE,
+    "qwen2_moe": {**MIXTURE, "shared_expert_intermediate_size": 40},
+    "glm4_moe": {**MIXTURE, **SHARED, "use_qk_norm": True},
     "stablelm": {"partial_rotary_factor": 0.5, "hidden_dropout": 0.0},
 }
 # Linear attention in the first layer, softmax attention in the second; dense.
@@ -87,6 +107,7 @@ COLUMNS = (
     "gradients left/right",
     "gradients left/packed",
     "gradients 1/2/4 micro-batches",
+    "routes",
 )
 # Columns of the table: how many of 4 samples, or of the parameters' gradients, have other bits.
 HEADINGS = {
@@ -101,6 +122,8 @@ HEADINGS = {
     "gradients left/right": "grads L/R",
     "gradients left/packed": "grads L/packed",
     "gradients 1/2/4 micro-batches": "grads 1/2/4",
+    "stock routes": "stock: routes",
+    "routes": "routes",
     "|enabled - stock|": "from stock, nats",
     "|gradient - stock's|": "grads from stock",
 }
@@ -174,6 +197,35 @@ def score_stock(model, samples):
     logits = model(ids, attention_mask=mask, position_ids=places_of(mask), use_cache=False).logits
     rows = [scored(z, s) for z, s in zip(rows_of(logits, "left"), samples, strict=True)]
     return alone, differing(alone, rows)
+
+
+@torch.no_grad()
+def differing_routes(model, samples):
+    """How many tokens of any layer go to other experts in a padded batch than alone; 0 where there are no routers."""
+    found = []
+
+    def note(module, inputs, output):
+        found.append(output[2])
+
+    names = [n for n, _ in model.named_modules() if n.endswith((".mlp.gate", ".mlp.router"))]
+    hooks = [model.get_submodule(name).register_forward_hook(note) for name in names]
+    wrong = 0
+    try:
+        for side in ("left", "right"):
+            ids, mask = padded(samples, side)
+            model(ids, attention_mask=mask, position_ids=places_of(mask), use_cache=False)
+            batched = [chosen.view(len(samples), ROOM, -1) for chosen in found]
+            found.clear()
+            for row, sample in enumerate(samples):
+                model(sample, use_cache=False)
+                for every, alone in zip(batched, found, strict=True):
+                    other = rows_of(every, side)[row].sort(1).values
+                    wrong += int((other != alone.sort(1).values).any(1).sum())
+                found.clear()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return wrong
 
 
 def labelled(ids, mask):
@@ -283,7 +335,9 @@ def judge(kind, dtype):
         "stock gradients": differing([*sides["left"].values()], [*sides["right"].values()]),
     }
     model.eval()
+    found["stock routes"] = differing_routes(model, samples)
     isobit.enable(model)
+    found["routes"] = differing_routes(model, samples)
     with torch.no_grad():
         alone = [isobit.logprobs(model, sample)[0, :-1] for sample in samples]
         logits = [model(sample, use_cache=False).logits[0] for sample in samples]

@@ -45,6 +45,11 @@ from isobit.ops.delta_rule.op import delta_rule as delta_rule
 from isobit.ops.distillation.loss import distillation_loss as distillation_loss
 from isobit.ops.embedding.op import embedding as embedding
 from isobit.ops.exact_sum.op import exact_sum as exact_sum
+from isobit.ops.experts.grouped import grouped_linear as grouped_linear
+from isobit.ops.experts.op import route as route
+from isobit.ops.experts.routes import Routes as Routes
+from isobit.ops.experts.rows import combine as combine
+from isobit.ops.experts.rows import dispatch_rows as dispatch_rows
 from isobit.ops.gelu.op import gelu as gelu
 from isobit.ops.layer_norm.op import layer_norm as layer_norm
 from isobit.ops.linear.group import linear_group as linear_group

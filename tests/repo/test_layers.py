@@ -46,6 +46,8 @@ LAYERS = {
 }
 # operator -> the operator that it is built on
 BUILT_ON = {
+    ("experts", "linear"),
+    ("experts", "softmax"),
     ("logprob", "linear"),
     ("logprob", "exact_sum"),
     ("logprob", "log_softmax"),

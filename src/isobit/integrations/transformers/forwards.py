@@ -140,6 +140,7 @@ def forward_causal(
         )
 
     state = require_state(module)
+    refuse_router_logits(module, inputs)
     scored = labels is not None or inputs.get("shift_labels") is not None
     if scored:
         refuse_other_loss(module)
@@ -256,6 +257,17 @@ def refuse_other_loss(module: Any, stock: str = "ForCausalLMLoss") -> None:
             f"model.loss_function = {getattr(found, '__qualname__', type(found).__name__)}",
             "call your function with the logits of model(input_ids) without labels, or put the stock loss back: "
             f"model.loss_function = transformers.loss.loss_utils.{stock}",
+        )
+
+
+def refuse_router_logits(module: Any, inputs: dict[str, Any]) -> None:
+    """Raise if the loss that balances experts is asked for: a product of two sums over all tokens of a batch."""
+    asked = inputs.pop("output_router_logits", None)
+    if getattr(module.config, "output_router_logits", False) if asked is None else asked:
+        refuse(
+            "a model without the auxiliary loss of its routers",
+            "output_router_logits=True",
+            "set config.output_router_logits to False; read the logits of a router by a hook on it",
         )
 
 

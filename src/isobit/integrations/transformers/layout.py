@@ -40,6 +40,17 @@ class Layout:
             self.known_places[of] = Places(q, k, self.samples, self.keys)
         return self.known_places[of]
 
+    def row_samples(self) -> Samples:
+        """Return the spans of the B·T rows, also where `samples` is None: for rows that lost the batch's axes."""
+        if self.samples is not None:
+            return self.samples
+        batch, width = self.positions.shape
+        return Samples.packed([width] * batch)
+
+    def samples_of(self, x: Tensor) -> Samples | None:
+        """Return the samples of x [..., K], as operators take them."""
+        return self.samples if x.dim() > 2 else self.row_samples()
+
     def next_of(self, tokens: Tensor) -> Tensor:
         """Return the next token of the same sample, [B, T]; -100 where there is none."""
         following = torch.full_like(tokens, IGNORED)

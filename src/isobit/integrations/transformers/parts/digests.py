@@ -7,6 +7,7 @@ norms and rotations are then probed, composites are read anew, and heads are ref
 
 from __future__ import annotations
 
+from isobit.integrations.transformers.parts.experts import Router
 from isobit.integrations.transformers.parts.norms import NormFormula
 
 # Norms, with their formulas.
@@ -51,6 +52,25 @@ EMBEDDINGS: dict[str, tuple[str, str]] = {
 GATED_MLPS: dict[str, tuple[str, str]] = {
     "c667e32817f752bd": ("llama.LlamaMLP", "separate"),
     "89b34cccf0d0e128": ("phi3.Phi3MLP", "packed"),
+}
+# Routers of mixtures of experts, experts, and blocks that do more than call these two (experts.py).
+ROUTERS: dict[str, tuple[str, Router]] = {
+    "e7c8c51f3559493d": ("qwen3_moe.Qwen3MoeTopKRouter", Router("softmax", "norm_topk_prob")),
+    "f06ff9c13a9b2c60": ("mixtral.MixtralTopKRouter", Router("softmax", rounded=False)),
+    "72597766197b373e": (
+        "deepseek_v3.DeepseekV3TopkRouter",
+        Router("sigmoid", "norm_topk_prob", rounded=False, wide=True, grouped=True),
+    ),
+    "723fdbf549242d5f": ("gpt_oss.GptOssTopKRouter", Router("softmax_of_chosen")),
+}
+EXPERTS: dict[str, tuple[str, str]] = {
+    "28e9f5cdbf106a43": ("mixtral.MixtralExperts", "gated"),
+    "5f81d29a90289849": ("gpt_oss.GptOssExperts", "clamped"),
+}
+MIXTURES: dict[str, tuple[str, str]] = {
+    "4b370306a480439b": ("mixtral.MixtralSparseMoeBlock", "jittered"),
+    "919acf8910d2ff36": ("qwen2_moe.Qwen2MoeSparseMoeBlock", "gated shared"),
+    "e235a2b8d3ad7fea": ("deepseek_v3.DeepseekV3MoE", "shared"),
 }
 # Modules that compute each element by itself, and run as they are.
 ELEMENTWISE: dict[str, str] = {
@@ -99,6 +119,14 @@ COMPOSITES: dict[str, str] = {
     "5c9a68b60c5763e3": "qwen3_next.Qwen3NextAttention",
     "71c1ee34e3ada3d0": "qwen3_5.Qwen3_5TextModel",
     "7418e08c89eea76c": "qwen3_5.Qwen3_5DecoderLayer",
+    "50ccb2d113d8a9c8": "qwen3_moe.Qwen3MoeSparseMoeBlock",
+    "fc54b04a3d496be1": "mixtral.MixtralModel",
+    "9d615a1d8ee4fc0a": "mixtral.MixtralDecoderLayer",
+    "ebf2153447c470b6": "olmoe.OlmoeSparseMoeBlock",
+    "7bceaa17dc011cef": "olmoe.OlmoeModel",
+    "2ef642aabd1fcbf8": "olmoe.OlmoeAttention",
+    "8d98e5d5c0640f01": "qwen2_moe.Qwen2MoeModel",
+    "5dd5630d4a4f486b": "glm4_moe.Glm4MoeAttention",
 }
 # Heads (heads.py).
 HEADS: dict[str, tuple[str, str]] = {
@@ -107,6 +135,7 @@ HEADS: dict[str, tuple[str, str]] = {
     "c9f3a223d137befb": ("gemma3.Gemma3ForCausalLM", "capped"),
     "107ada47601edbb2": ("stablelm.StableLmForCausalLM", "plain"),
     "b087bb4d17afda49": ("qwen3_next.Qwen3NextForCausalLM", "routed"),
+    "38ed8d5c462877bd": ("deepseek_v3.DeepseekV3ForCausalLM", "plain"),
     "f095779abe827079": ("cohere.CohereForCausalLM", "multiplied"),
 }
 # Heads that score each sample, or each token; one forward of transformers serves all families.

@@ -96,7 +96,7 @@ class Round(NamedTuple):
 
 def alone(module: nn.Linear, x: Tensor) -> Tensor:
     """Compute a layer that shares its input with no other; if it is split over ranks, x is a rank's part."""
-    samples, tp_group = current_layout().samples, tp_group_of(module)
+    samples, tp_group = current_layout().samples_of(x), tp_group_of(module)
     if tp_group is not None:
         return row_linear(x, module.weight, module.bias, tp_group=tp_group, samples=samples)
     read = read_weight(module)
@@ -108,7 +108,7 @@ def share_input(x: Tensor, layers: tuple[nn.Linear, ...], groups: int) -> tuple[
     weights = tuple(layer.weight for layer in layers)
     # All or none: `find_layers` raises otherwise.
     biases = None if layers[0].bias is None else tuple(layer.bias for layer in layers)
-    samples, tp_group = current_layout().samples, tp_group_of(layers[0])
+    samples, tp_group = current_layout().samples_of(x), tp_group_of(layers[0])
     if tp_group is not None:
         return column_linear_group(
             x, weights, biases, groups=groups, tp_group=tp_group, samples=samples

@@ -21,6 +21,7 @@ from isobit.integrations.transformers.parts import (
     composites,
     delta_net,
     embedding,
+    experts,
     gated_mlp,
     linear,
     lora,
@@ -32,11 +33,14 @@ from isobit.integrations.transformers.parts.digests import (
     DELTA_NETS,
     ELEMENTWISE,
     EMBEDDINGS,
+    EXPERTS,
     GATED_MLPS,
     GATED_NORMS,
     LORA,
+    MIXTURES,
     NORMS,
     ROTARY_EMBEDDINGS,
+    ROUTERS,
 )
 from isobit.integrations.transformers.parts.heads import BACKBONE, HEAD, PLAIN, Head, find_head
 from isobit.integrations.transformers.parts.norms import NormFormula
@@ -59,8 +63,8 @@ from isobit.integrations.transformers.refusals import (
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Identity)
 KNOWN = (
-    "linear, embedding, RMSNorm, LayerNorm, rotary embedding, silu, gelu, gated MLP, attention, linear attention by "
-    "the gated delta rule, head"
+    "linear, embedding, RMSNorm, LayerNorm, rotary embedding, silu, gelu, gated MLP, router, experts, attention, "
+    "linear attention by the gated delta rule, head"
 )
 
 
@@ -179,6 +183,12 @@ def check_config(config: Any) -> None:
     """Raise on options that change what a model computes and are not seen in its modules."""
     if getattr(config, "pretraining_tp", 1) > 1:
         refuse("whole products", f"pretraining_tp={config.pretraining_tp}", "set it to 1")
+    if getattr(config, "clip_qkv", None) is not None:
+        refuse(
+            "queries, keys and values that are not clipped in place",
+            f"clip_qkv={config.clip_qkv}",
+            "set clip_qkv in the model's config to None, if the model is meant to run without",
+        )
 
 
 def find_lora(name: str, module: Any, head: Head | None) -> Part:
@@ -296,6 +306,28 @@ def find_by_digest(name: str, module: Any, digest: str) -> Part | None:
             packed, separate = gated_mlp.forward_packed_swiglu, gated_mlp.forward_swiglu
             chosen = separate if form == "separate" else packed
             return Part("gated MLP", chosen, (), f"source of {path}", inside=(act,))
+    return find_mixture(module, digest)
+
+
+def find_mixture(module: Any, digest: str) -> Part | None:
+    """Recognise routers, experts and blocks of a mixture of experts."""
+    if digest in ROUTERS:
+        path, how = ROUTERS[digest]
+        return Part("router", experts.forward_router, (how,), f"source of {path}")
+    if digest in EXPERTS:
+        path, form = EXPERTS[digest]
+        if form == "clamped":
+            return Part("experts", experts.forward_clamped_experts, (), f"source of {path}")
+        inside = ("act_fn",) if activations.kind_of_activation(module.act_fn) == "silu" else ()
+        return Part("experts", experts.forward_experts, (), f"source of {path}", inside=inside)
+    if digest in MIXTURES:
+        path, form = MIXTURES[digest]
+        forwards = {
+            "jittered": experts.forward_jittered,
+            "gated shared": experts.forward_gated_shared,
+            "shared": experts.forward_shared,
+        }
+        return Part("mixture of experts", forwards[form], (), f"source of {path}")
     return None
 
 

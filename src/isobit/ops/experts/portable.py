@@ -1,0 +1,205 @@
+"""The portable executor of routes, dispatched rows and their combination, in plain torch operations.
+
+[Note: the order of a mixture of experts] A token's route depends on its own logits: experts are chosen by the largest
+score, and among equal scores by the lowest id. Rows are dispatched by expert, then by token. A token's outputs are
+added by ascending expert id, not by slot: the experts are an axis of the sum, cut into at most 8 segments of
+consecutive ids, each added from left to right from +0 and merged by the tree; an expert that was not chosen adds
+nothing. So a rank that owns whole segments of experts owns whole subtrees, and the bits do not depend on how many ranks
+there are. The gradient of dispatched rows is the same sum.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from isobit.ops import dispatch
+from isobit.ops.linear.op import portable_linear
+from isobit.ops.portable.elementary import sigmoid
+from isobit.ops.portable.sums import round_once, widen
+from isobit.ops.softmax.op import portable_softmax, portable_softmax_backward
+from isobit.order.plan import FEATURE_CAP, count_segments
+from isobit.order.tree import merge
+
+ROWS_AT_ONCE = 256  # tokens whose partial sums are in memory
+LEAST = 1e-20  # added to the sum of sigmoid scores before they are divided by it
+
+
+def segments_of(count: int) -> int:
+    """Return into how many segments experts are cut, as heads are: the most ranks that they can be split over."""
+    return count_segments(count, 1, FEATURE_CAP)
+
+
+def score_logits(logits: Tensor, score: str) -> Tensor:
+    """Return the scores [T, E] by which experts are chosen, in the dtype of arithmetic."""
+    wide = widen(logits)
+    if score == "softmax":
+        return portable_softmax(wide)
+    return sigmoid(wide)[0] if score == "sigmoid" else wide
+
+
+def choose(scores: Tensor, k: int) -> Tensor:
+    """Return the k largest of each row, [T, k], the largest first; among equal ones the lowest id comes first."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+
+
+def keep_groups(scores: Tensor, groups: int, top_groups: int) -> Tensor:
+    """Replace the scores of all but the best groups by -inf; a group's score is the sum of its two largest."""
+    if groups == top_groups:
+        return scores
+    rows, count = scores.shape
+    by_group = scores.view(rows, groups, count // groups)
+    ordered = by_group.sort(dim=-1, descending=True, stable=True).values
+    best = ordered[..., 0] + ordered[..., 1] if ordered.shape[-1] > 1 else ordered[..., 0]
+    kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, choose(best, top_groups), True)
+    return torch.where(kept.unsqueeze(-1), by_group, -torch.inf).view(rows, count)
+
+
+def sum_slots(values: Tensor) -> Tensor:
+    """Return [T, 1], the sums over the slots [T, k] from left to right."""
+    total = values[:, :1]
+    for slot in range(1, values.shape[1]):
+        total = total + values[:, slot : slot + 1]
+    return total
+
+
+def weigh(chosen: Tensor, score: str, normalize: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Return the weights [T, k] of the scores of chosen experts, and what they were divided by, [T, 1]."""
+    if score == "softmax_of_chosen":
+        return portable_softmax(chosen) * scale, torch.ones_like(chosen[:, :1])
+    total = torch.ones_like(chosen[:, :1])
+    if normalize:
+        total = sum_slots(chosen)
+        if score == "sigmoid":
+            total = total + LEAST
+    return chosen / total * scale, total
+
+
+def route(
+    logits: Tensor,
+    bias: Tensor | None,
+    spans: Tensor | None,
+    k: int,
+    score: str,
+    normalize: bool,
+    scale: float,
+    groups: int,
+    top_groups: int,
+) -> tuple[Tensor, Tensor]:
+    """Return weights [T, k] in the dtype of arithmetic, and experts [T, k]: E, and a weight of 0, for padding."""
+    scores = score_logits(logits, score)
+    choice = scores if bias is None else scores + bias.to(scores.dtype)
+    experts = choose(keep_groups(choice, groups, top_groups), k)
+    weights = weigh(scores.gather(1, experts), score, normalize, scale)[0]
+    padding = is_padding(spans, len(logits)).unsqueeze(1)
+    weights = torch.where(padding, 0.0, weights)
+    return round_once(weights, weights.dtype), experts.masked_fill(padding, logits.shape[1])
+
+
+def is_padding(spans: Tensor | None, rows: int) -> Tensor:
+    """Return [T], whether a row belongs to no sample."""
+    if spans is None:
+        return torch.zeros(rows, dtype=torch.bool)
+    found = torch.ones(rows, dtype=torch.bool)
+    for start, length in spans.tolist():
+        found[start : start + length] = False
+    return found
+
+
+def route_backward(
+    grad: Tensor, logits: Tensor, experts: Tensor, score: str, normalize: bool, scale: float
+) -> Tensor:
+    """Return the gradient of the logits; that of a padded row is +0."""
+    count = logits.shape[1]
+    scores = score_logits(logits, score)
+    padding = experts[:, :1] == count
+    experts = experts.masked_fill(padding, 0)
+    grad = widen(grad) * scale
+    chosen = scores.gather(1, experts)
+    if score == "softmax_of_chosen":
+        grad = portable_softmax_backward(grad, portable_softmax(chosen))
+    elif normalize:
+        total = weigh(chosen, score, normalize, 1.0)[1]
+        grad = (grad - sum_slots(grad * (chosen / total))) / total
+    if score == "sigmoid":
+        grad = grad * (chosen * sigmoid(widen(logits).gather(1, experts))[1])
+    spread = torch.zeros_like(scores).scatter_(1, experts, grad)
+    if score == "softmax":
+        spread = portable_softmax_backward(spread, scores)
+    return round_once(torch.where(padding, 0.0, spread), logits.dtype)
+
+
+# ---- rows --------------------------------------------------------------------------------------------------------
+
+
+def sum_experts(
+    rows: Tensor, weights: Tensor | None, experts: Tensor, places: Tensor, count: int
+) -> Tensor:
+    """Return [segments, T, n]: the partial sums over each segment of experts, in the dtype of arithmetic.
+
+    Args:
+        rows: The rows of all experts, [R, n].
+        weights: What each slot's row is multiplied by, [T, k]; None for 1.
+        experts: The expert of each slot, [T, k].
+        places: The row of each slot, [T, k]; -1 for none.
+        count: The number of experts.
+    """
+    segments = segments_of(count)
+    order = experts.argsort(dim=1, stable=True)
+    places, owners = places.gather(1, order), experts.gather(1, order) // (count // segments)
+    scales = None if weights is None else widen(weights).gather(1, order)
+    tokens, slots = places.shape
+    dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
+    totals = torch.zeros(segments * tokens, rows.shape[1], dtype=dtype)
+    for slot in range(slots):
+        held = (places[:, slot] >= 0).nonzero().flatten()
+        terms = widen(rows[places[held, slot]])
+        if scales is not None:
+            terms = terms * scales[held, slot].to(dtype).unsqueeze(1)
+        at = owners[held, slot] * tokens + held
+        totals[at] = totals[at] + terms
+    return totals.view(segments, tokens, -1)
+
+
+def combine(
+    rows: Tensor, weights: Tensor | None, experts: Tensor, places: Tensor, count: int
+) -> Tensor:
+    """Return [T, n]: each token's rows times their weights, added by ascending expert and rounded once."""
+    y = rows.new_empty(len(experts), rows.shape[1])
+    for start in range(0, len(experts), ROWS_AT_ONCE):
+        part = slice(start, start + ROWS_AT_ONCE)
+        scales = None if weights is None else weights[part]
+        totals = sum_experts(rows, scales, experts[part], places[part], count)
+        y[part] = round_once(merge(list(totals.unbind(0)), torch.add), rows.dtype)
+    return y
+
+
+def combine_backward(
+    grad: Tensor, rows: Tensor, weights: Tensor, places: Tensor, tokens: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of rows [R, n] and of weights [T, k]; that of a weight is a sum over features."""
+    upstream = widen(grad)[tokens]
+    held = places.reshape(-1) >= 0
+    at = places.reshape(-1)[held]
+    scales = torch.empty(len(rows), dtype=upstream.dtype)
+    scales[at] = widen(weights).to(upstream.dtype).reshape(-1)[held]
+    into_rows = round_once(upstream * scales.unsqueeze(1), rows.dtype)
+    sums = sum_features(upstream * widen(rows))
+    into_weights = torch.zeros(places.numel(), dtype=upstream.dtype)
+    into_weights[held] = sums[at]
+    return into_rows, round_once(into_weights, weights.dtype).view(places.shape)
+
+
+def sum_features(terms: Tensor) -> Tensor:
+    """Return [R], the sums of terms [R, n] as a product with ones, by the executor that serves their dtype."""
+    ones = torch.ones(1, terms.shape[1], dtype=terms.dtype)
+    if dispatch.is_native(terms.dtype):
+        found: Tensor = torch.ops.isobit.linear(terms, ones, None, None, None, 0)
+    else:
+        found = portable_linear(terms, ones, None, None)
+    return found.squeeze(1)
+
+
+def dispatch_rows(x: Tensor, tokens: Tensor) -> Tensor:
+    """Return the row of each token that was dispatched, [R, n]."""
+    return x.reshape(-1, x.shape[-1]).index_select(0, tokens)

@@ -1,0 +1,145 @@
+"""The routes of tokens to experts, and the rows that each expert has of them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from isobit.errors import ArgumentError
+from isobit.ops.portable.samples import as_samples, check_rows, whole_samples
+from isobit.order.samples import Samples
+
+
+class Routes(NamedTuple):
+    """Which experts each token goes to, with which weights, and where its rows are among the rows of all experts.
+
+    Rows are in the order of the experts, and those of one expert in the order of the tokens. Padding is not routed: its
+    slots have the expert `total`, the place -1 and the weight 0.
+
+    Attributes:
+        total: The number of experts.
+        samples: The rows of each sample, of the tokens.
+        experts: The expert of each slot, [T, k], int64.
+        tokens: The token of each row, [R], int64.
+        places: The row of each slot, [T, k], int64.
+        rows: The number of rows of each expert.
+        weights: The weight of each slot, [T, k].
+
+    Example:
+        >>> routes = isobit.route(torch.tensor([[0.0, 1.0, 2.0], [3.0, 3.0, 0.0]]), 2)
+        >>> routes.experts.tolist(), routes.tokens.tolist(), routes.rows
+        ([[2, 1], [0, 1]], [1, 0, 1, 0], (1, 2, 1))
+    """
+
+    total: int
+    samples: Samples
+    experts: Tensor
+    tokens: Tensor
+    places: Tensor
+    rows: tuple[int, ...]
+    weights: Tensor
+
+    @classmethod
+    def chosen(
+        cls,
+        experts: Tensor,
+        weights: Tensor,
+        *,
+        total: int,
+        samples: Samples | Tensor | None = None,
+    ) -> Routes:
+        """Return routes that are known already.
+
+        Args:
+            experts: The experts of each token, [..., k], int64; `total` for a slot that goes nowhere.
+            weights: Their weights, [..., k].
+            total: The number of experts.
+            samples: The rows of each sample; see isobit.linear. Tokens outside of them must go nowhere.
+
+        Returns:
+            The routes.
+
+        Raises:
+            ArgumentError: If shapes do not fit, an expert does not exist or is named twice, or padding is routed.
+
+        Example:
+            >>> ids, weights = torch.tensor([[1, 0]]), torch.tensor([[0.75, 0.25]])
+            >>> isobit.Routes.chosen(ids, weights, total=4).rows
+            (1, 1, 0, 0)
+        """
+        if experts.dtype != torch.int64 or experts.dim() < 2 or experts.shape != weights.shape:
+            raise ArgumentError(
+                expected="experts as int64 [..., k] and weights of the same shape",
+                received=f"{experts.dtype} of shape {list(experts.shape)}, weights {list(weights.shape)}",
+                remedy="pass the experts and the weights of each token's slots, as isobit.route returns them",
+            )
+        known = as_samples(samples)
+        if known is None:
+            known = whole_samples(experts, None)
+        check_rows(known, experts)
+        flat = experts.reshape(-1, experts.shape[-1])
+        check_experts(flat, total, known)
+        return cls.planned(flat, weights.reshape(flat.shape), total, known)
+
+    @classmethod
+    def planned(cls, experts: Tensor, weights: Tensor, total: int, samples: Samples) -> Routes:
+        """Return the routes of experts [T, k] that were checked, after finding their rows."""
+        flat, slots = experts.reshape(-1), experts.shape[1]
+        order = flat.argsort(stable=True)
+        rows = torch.bincount(flat, minlength=total + 1)[:total].tolist()
+        order = order[: sum(rows)]
+        places = torch.full_like(flat, -1)
+        places[order] = torch.arange(len(order), device=flat.device)
+        tokens = order // slots
+        return cls(
+            total, samples, experts, tokens, places.view(experts.shape), tuple(rows), weights
+        )
+
+    @property
+    def bounds(self) -> list[tuple[int, int]]:
+        """The first row of each expert, and the one after its last."""
+        found, at = [], 0
+        for rows in self.rows:
+            found.append((at, at + rows))
+            at += rows
+        return found
+
+
+def expert_spans(tokens: Tensor, rows: tuple[int, ...], samples: Samples) -> Tensor:
+    """Return [E, samples, 2]: the first row of each sample among the rows of an expert, and the number of its rows."""
+    owner = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(rows))
+    keys = owner * samples.rows + tokens
+    spans = torch.tensor(samples.spans, dtype=torch.int64).reshape(-1, 2)
+    base = torch.arange(len(rows)).unsqueeze(1) * samples.rows
+    first = torch.searchsorted(keys, base + spans[:, 0])
+    stop = torch.searchsorted(keys, base + spans[:, 0] + spans[:, 1])
+    before = torch.searchsorted(keys, base)
+    return torch.stack((first - before, stop - first), -1)
+
+
+def check_experts(experts: Tensor, count: int, samples: Samples) -> None:
+    """Raise unless experts [T, k] exist, those of a token differ, and padding goes nowhere."""
+    if experts.numel() and not 0 <= int(experts.min()) <= int(experts.max()) <= count:
+        raise ArgumentError(
+            expected=f"experts from 0 to {count - 1}, or {count} for none",
+            received=f"experts from {int(experts.min())} to {int(experts.max())}",
+            remedy="pass total=, the number of experts",
+        )
+    ordered = experts.sort(1).values
+    if bool(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] < count)).any()):
+        raise ArgumentError(
+            expected="different experts for each token",
+            received="a token with one expert in two slots",
+            remedy="add the weights of the two slots, and leave one of them empty",
+        )
+    routed = (experts < count).any(1)
+    for start, length in samples.spans:
+        routed[start : start + length] = False
+    if bool(routed.any()):
+        raise ArgumentError(
+            expected="padding that goes to no expert",
+            received=f"row {int(routed.nonzero()[0])}, which is in no sample, with an expert",
+            remedy=f"set the experts of padding to {count}; isobit.route(samples=) does",
+        )
