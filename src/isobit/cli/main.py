@@ -50,6 +50,7 @@ GROUPS: dict[str, dict[str, str]] = {
 SUBCOMMANDS: dict[str, dict[str, str]] = {
     "compare": {
         "checkpoints": "compare two checkpoints tensor by tensor, bit for bit",
+        "derived": "check that a pruned, merged or quantised checkpoint is what it says",
         "dumps": "compare the tensors that two runs dumped, and name the first difference",
         "runs": "run a training script twice and name the first difference and its cause",
         "rollouts": "compare a rollout's log-probabilities with a trainer's, and name what differs",

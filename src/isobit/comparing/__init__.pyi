@@ -1,5 +1,9 @@
 from isobit.comparing import dumps as dumps
 from isobit.comparing.checkpoints.compare import compare_checkpoints as compare_checkpoints
+from isobit.comparing.derived.merged import check_merged as check_merged
+from isobit.comparing.derived.pruned import Pruning as Pruning
+from isobit.comparing.derived.pruned import check_pruned as check_pruned
+from isobit.comparing.derived.quantised import check_quantised as check_quantised
 from isobit.comparing.dumps.compare import compare_dumps as compare_dumps
 from isobit.comparing.runs.run import run_twice as run_twice
 from isobit.comparing.server.running import audit_server as audit_server
