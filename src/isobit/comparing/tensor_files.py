@@ -15,18 +15,27 @@ import stat
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
 from isobit.errors import ArgumentError
+from isobit.foundation.addresses import Address, Place
 from isobit.foundation.plain_text import one_line
 
 # A checkpoint whose tensors are read one at a time.
 
 DEEPEST = 64  # containers inside each other
 LARGEST_EXPANSION = 1 << 30  # bytes that a tensor may have beyond its storage, as after `expand`
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Bytes of a file: `length` of them from `first` on."""
+
+    path: Place
+    first: int
+    length: int
 
 
 @dataclass(frozen=True)
@@ -38,12 +47,16 @@ class Stored:
         shape: its shape.
         load: reads it.
         memory: equal for two names only if the file stores them as one tensor.
+        segments: returns where its bytes are, in row-major order; None if they are not stored in that order.
+        rows: reads the rows from the first number up to the second; None if only `load` can.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     load: Callable[[], torch.Tensor]
     memory: tuple[Any, ...] = ()
+    segments: Callable[[], tuple[Segment, ...] | None] = lambda: None
+    rows: Callable[[int, int], torch.Tensor] | None = None
 
 
 @dataclass
@@ -59,7 +72,7 @@ class Checkpoint:
         notes: what the reader had to decide.
     """
 
-    path: Path
+    path: Place
     kind: str
     tensors: dict[str, Stored] = field(default_factory=dict)
     values: dict[str, str] = field(default_factory=dict)
@@ -81,7 +94,7 @@ class Checkpoint:
             raise unreadable(self.path, "one entry per name", f"{one_line(name)!r} twice")
 
 
-def unreadable(path: Path, expected: str, received: str, remedy: str = "") -> ArgumentError:
+def unreadable(path: Place, expected: str, received: str, remedy: str = "") -> ArgumentError:
     """Return the error for a checkpoint that cannot be read."""
     return ArgumentError(
         expected=expected,
@@ -90,8 +103,10 @@ def unreadable(path: Path, expected: str, received: str, remedy: str = "") -> Ar
     )
 
 
-def open_regular(path: Path) -> tuple[BinaryIO, int]:
+def open_regular(path: Place) -> tuple[BinaryIO, int]:
     """Open a regular file and return it with its size; raise OSError for a device, a pipe or a folder."""
+    if isinstance(path, Address):
+        return path.open(), path.size()
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     found = os.fstat(handle)
     if not stat.S_ISREG(found.st_mode):
@@ -141,7 +156,7 @@ def check_depth(found: Checkpoint, name: str, value: object, inside: tuple[int, 
         )
 
 
-def stored_tensor(path: Path, name: str, tensor: torch.Tensor) -> Stored:
+def stored_tensor(path: Place, name: str, tensor: torch.Tensor) -> Stored:
     """Return a loaded (or mapped) tensor as an entry; raise for a layout without plain elements."""
     if (
         tensor.layout is not torch.strided
@@ -181,7 +196,7 @@ def plain_value(value: Any) -> str | None:
 ZIP = b"PK\x03\x04"
 
 
-def read_torch_file(path: Path) -> Checkpoint:
+def read_torch_file(path: Place) -> Checkpoint:
     """Read a file of torch.save, with `weights_only=True` and mapped into memory where the format allows it.
 
     Args:
@@ -194,6 +209,13 @@ def read_torch_file(path: Path) -> Checkpoint:
         ArgumentError: If the file is damaged, or contains more than tensors, containers, numbers and texts.
         OSError: If the path is not a regular file.
     """
+    if isinstance(path, Address):
+        raise unreadable(
+            path,
+            "safetensors files or a folder of torch.distributed.checkpoint at an address",
+            "a file of torch.save, whose tensors cannot be read one at a time from there",
+            "copy the file to a local disk and name the copy",
+        )
     file, _ = open_regular(path)
     with file:
         is_zip = file.read(4) == ZIP
@@ -202,7 +224,7 @@ def read_torch_file(path: Path) -> Checkpoint:
     return found
 
 
-def load_safely(path: Path, source: str | io.BytesIO, *, mmap: bool = False) -> Any:
+def load_safely(path: Place, source: str | io.BytesIO | BinaryIO, *, mmap: bool = False) -> Any:
     """Unpickle tensors and plain containers; raise for anything that could run code."""
     try:
         with warnings.catch_warnings():
@@ -261,7 +283,7 @@ DTYPES = {
 }
 
 
-def read_safetensors(path: Path) -> Checkpoint:
+def read_safetensors(path: Place) -> Checkpoint:
     """Read the header of a file, check it, and return its tensors, which are read later.
 
     Args:
@@ -291,7 +313,7 @@ def read_safetensors(path: Path) -> Checkpoint:
     return found
 
 
-def read_header(path: Path) -> tuple[dict[str, Any], int, int]:
+def read_header(path: Place) -> tuple[dict[str, Any], int, int]:
     """Return the header, where data starts, and the size of the file."""
     file, size = open_regular(path)
     with file:
@@ -322,7 +344,7 @@ def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_entry(
-    path: Path, name: str, entry: Any, size: int
+    path: Place, name: str, entry: Any, size: int
 ) -> tuple[torch.dtype, tuple[int, ...], int, int]:
     """Check the header's entry of one tensor and return dtype, shape, and first and last byte."""
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= set(entry):
@@ -357,7 +379,7 @@ def are_sizes(numbers: Any, size: int) -> bool:
     )
 
 
-def check_spans(path: Path, spans: list[tuple[int, int, str]], size: int) -> None:
+def check_spans(path: Place, spans: list[tuple[int, int, str]], size: int) -> None:
     """Raise unless the tensors cover all bytes of the data once."""
     end = 0
     for first, last, name in sorted(spans):
@@ -370,7 +392,7 @@ def check_spans(path: Path, spans: list[tuple[int, int, str]], size: int) -> Non
 
 
 def stored_span(
-    path: Path, name: str, dtype: torch.dtype, shape: tuple[int, ...], first: int, length: int
+    path: Place, name: str, dtype: torch.dtype, shape: tuple[int, ...], first: int, length: int
 ) -> Stored:
     """Return a tensor that is read from a span of bytes of the file."""
 
@@ -387,4 +409,4 @@ def stored_span(
             raise unreadable(path, f"zeros and ones in {name!r}", "other bytes")
         return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(shape)
 
-    return Stored(dtype, shape, load)
+    return Stored(dtype, shape, load, segments=lambda: (Segment(path, first, length),))

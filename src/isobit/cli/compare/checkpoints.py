@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.console import Console
@@ -31,8 +30,10 @@ def add_parser(commands: Any) -> None:
         "Exit 0: equal; 1: something differs; 2: could not read, or no tensor in common.",
         epilog="example: isobit compare checkpoints before/model.safetensors after/",
     )
-    parser.add_argument("left", type=Path, metavar="A", help="a checkpoint: a file or a folder")
-    parser.add_argument("right", type=Path, metavar="B", help="the checkpoint to compare it with")
+    parser.add_argument(
+        "left", metavar="A", help="a checkpoint: a file, a folder, or an address (s3://…)"
+    )
+    parser.add_argument("right", metavar="B", help="the checkpoint to compare it with")
     parser.add_argument(
         "--common",
         action="store_true",
@@ -43,6 +44,11 @@ def add_parser(commands: Any) -> None:
         type=int,
         default=20,
         help="rows to print per list; 0 for all (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        help="tensors that are compared at a time (default: one per processor, at most 8)",
     )
     parser.add_argument(
         "--json", action="store_true", help="print a JSON record with every tensor's digests"
@@ -62,7 +68,12 @@ def run(options: argparse.Namespace) -> int:
             steps.done(name)
 
         found = compare_checkpoints(
-            options.left, options.right, common_only=options.common, progress=report
+            options.left,
+            options.right,
+            common_only=options.common,
+            digests=options.json,
+            threads=options.threads,
+            progress=report,
         )
     if options.json:
         say_json(

@@ -1,49 +1,32 @@
-"""Compare two checkpoints tensor by tensor, bit for bit, with at most a few tensors in memory."""
+"""Compare two checkpoints tensor by tensor, bit for bit, in memory that does not depend on their size.
+
+Tensors are compared in parallel by threads: reading, comparing and hashing release Python's lock. Bytes are compared
+first; what is equal is hashed only if digests are asked for, once for both sides. See [Note: memory of a comparison].
+"""
 
 from __future__ import annotations
 
+import ctypes
+import math
+import os
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
+from blake3 import blake3
 
 from isobit import bits
-from isobit.comparing.checkpoints.names import Pair, Side, key_of, match_names
+from isobit.comparing.checkpoints.names import Pair, Piece, Side, key_of, match_names
 from isobit.comparing.checkpoints.readers import read_checkpoint
 from isobit.comparing.checkpoints.records import Comparison, TensorResult, Tie, ValueResult
-from isobit.comparing.tensor_files import Checkpoint, Stored, unreadable
+from isobit.comparing.checkpoints.streams import UNIT, Stream, open_side, same_bytes
+from isobit.comparing.tensor_files import Checkpoint, Stored
+from isobit.foundation.addresses import place_of
+from isobit.foundation.records import Difference
 
-CHUNK = 1 << 22  # elements that are converted to fp64 at a time
-
-
-class Loader:
-    """Loads sides of comparisons; keeps the tensor that it loaded last, which the next slice may need."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        """Load tensors of one checkpoint."""
-        self.checkpoint = checkpoint
-        self.last: tuple[str, torch.Tensor] | None = None
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """Return a stored tensor."""
-        if self.last is None or self.last[0] != name:
-            self.last = None  # frees it before the next one is read
-            self.last = (name, self.checkpoint.tensors[name].load())
-        return self.last[1]
-
-    def side(self, side: Side) -> torch.Tensor:
-        """Return the pieces of a side, put together."""
-        found = []
-        for piece in side.pieces:
-            tensor = self.tensor(piece.name)
-            if piece.start is not None and piece.stop is not None:
-                tensor = tensor.narrow(piece.dim, piece.start, piece.stop - piece.start)
-            found.append(tensor)
-        if len(found) == 1:
-            return found[0]
-        if len({one.dtype for one in found}) > 1:  # as bits they cannot be put together
-            raise unreadable(self.checkpoint.path, "shards of one dtype", f"several for {side}")
-        return torch.cat(found, side.dim)
+THREADS = 8  # at most, unless asked for
 
 
 def compare_checkpoints(
@@ -51,14 +34,18 @@ def compare_checkpoints(
     right: Path | str,
     *,
     common_only: bool = False,
+    digests: bool = True,
+    threads: int | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Comparison:
     """Compare two checkpoints tensor by tensor, bit for bit.
 
     Args:
-        left: A file or folder that `read_checkpoint` can read.
+        left: A file or folder that `read_checkpoint` can read, or an address such as s3://bucket/prefix.
         right: The same.
         common_only: Do not let names that only one of them has decide.
+        digests: Compute digests of every tensor; without them equal checkpoints are compared at the speed of memory.
+        threads: Number of tensors that are compared at a time; by default that of the processors, at most 8.
         progress: Called after each tensor with its number, the number of all, and its name.
 
     Returns:
@@ -76,14 +63,22 @@ def compare_checkpoints(
         >>> found.equal, len(found.tensors), found.elements, found.bytes
         (True, 1, 4, 16)
     """
-    a, b = (read_checkpoint(Path(path)) for path in (left, right))
+    a, b = (read_checkpoint(place_of(path)) for path in (left, right))
     matching = match_names(shapes_of(a), shapes_of(b))
-    loaders = Loader(a), Loader(b)
     results = []
-    for number, pair in enumerate(matching.pairs, 1):
-        results.append(compare_pair(pair, *loaders))
-        if progress is not None:
-            progress(number, len(matching.pairs), pair.name)
+    workers = threads or min(THREADS, len(os.sched_getaffinity(0)))
+    with ThreadPoolExecutor(workers) as pool:
+        try:
+            compared = pool.map(
+                partial(compare_pair, left=a, right=b, digests=digests), matching.pairs
+            )
+            for number, one in enumerate(compared, 1):
+                results.append(one)
+                if progress is not None:
+                    progress(number, len(matching.pairs), one.name)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
     ties = [
         *find_ties(a, b, matching.only_left),
         *find_ties(b, a, matching.only_right),
@@ -113,40 +108,167 @@ def shapes_of(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
     return {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
 
 
-def compare_pair(pair: Pair, left: Loader, right: Loader) -> TensorResult:
-    """Compare one tensor by its digest, and by its elements if the digests differ."""
-    a, b = left.side(pair.left), right.side(pair.right)
-    digests = bits.digest(a), bits.digest(b)
-    differs = digests[0] != digests[1]
+def compare_pair(
+    pair: Pair, left: Checkpoint, right: Checkpoint, digests: bool = True
+) -> TensorResult:
+    """Compare one tensor, a unit of bytes at a time."""
+    (dtype, shape, a), (other, others, b) = (
+        open_side(left, pair.left),
+        open_side(right, pair.right),
+    )
+    found = Tally(dtype, shape)
+    try:
+        if dtype != other or shape != others:
+            said = bits.first_difference(
+                torch.empty(shape, dtype=dtype, device="meta"),
+                torch.empty(others, dtype=other, device="meta"),
+            )
+            hashes = digest_of(dtype, shape, a), digest_of(other, others, b)
+            largest = largest_of(dtype, shape, a, other, b) if shape == others else None
+        else:
+            hashes = compare_streams(found, a, b, digests)
+            said, largest = found.difference, found.largest
+    finally:
+        a.close()
+        b.close()
     return TensorResult(
         pair.name,
         str(pair.left),
         str(pair.right),
         pair.how,
-        str(a.dtype).removeprefix("torch."),
-        tuple(a.shape),
-        a.numel(),
-        a.numel() * a.element_size(),
-        digests,
-        bits.first_difference(a, b) if differs else None,
-        largest_difference(a, b) if differs else None,
+        str(dtype).removeprefix("torch."),
+        tuple(shape),
+        math.prod(shape),
+        math.prod(shape) * dtype.itemsize,
+        hashes,
+        said,
+        largest,
     )
 
 
-def largest_difference(a: torch.Tensor, b: torch.Tensor) -> float | None:
-    """Return the largest |difference| of elements that are finite on both sides, in chunks of fp64."""
-    if a.shape != b.shape or torch.float4_e2m1fn_x2 in (a.dtype, b.dtype):
-        return None
+class Tally:
+    """What is known so far about the difference of two tensors of one dtype and shape."""
+
+    def __init__(self, dtype: torch.dtype, shape: torch.Size) -> None:
+        """Know nothing yet."""
+        self.dtype, self.shape = dtype, shape
+        self.count = 0
+        self.first: tuple[int, Difference] | None = None
+        self.largest: float | None = None
+
+    def add(self, position: int, a: torch.Tensor, b: torch.Tensor) -> None:
+        """Count the elements of a unit that differ; `position` is its first byte."""
+        found = bits.first_difference(a, b)
+        if found is None:
+            return
+        self.count += found.count or 0
+        if self.first is None and found.index is not None:
+            self.first = (position // self.dtype.itemsize + found.index[0], found)
+        apart = largest_difference(a, b)
+        if apart is not None:
+            self.largest = max(self.largest or 0.0, apart)
+
+    @property
+    def difference(self) -> Difference | None:
+        """The first difference in the whole tensor, and how many there are; None if equal."""
+        if self.first is None:
+            return None
+        at, found = self.first
+        where = torch.unravel_index(torch.tensor(at), self.shape) if self.shape else ()
+        index = tuple(int(i) for i in where) + (found.index or ())[1:]  # two parts if complex
+        total = math.prod(self.shape) * (2 if self.dtype.is_complex else 1)
+        return Difference("bits", found.left, found.right, index, found.ulps, self.count, total)
+
+
+def compare_streams(found: Tally, a: Stream, b: Stream, digests: bool) -> tuple[str, str]:
+    """Compare the bytes of two tensors of one dtype and shape, and return their digests, "" if not asked for."""
+    head = f"{found.dtype}{list(found.shape)}".encode()
+    mine, theirs = (blake3(head), None) if digests else (None, None)
+    size, position = math.prod(found.shape) * found.dtype.itemsize, 0
+    while position < size:
+        left, count = a.at(position, min(UNIT, size - position))
+        right, count = b.at(position, count)
+        if not same_bytes(left, right, count):
+            if mine is not None and theirs is None:
+                theirs = mine.copy()  # until here both sides have the same bytes
+            found.add(position, *(as_tensor(x, count, found.dtype) for x in (left, right)))
+        if mine is not None:
+            mine.update(memory(left, count))
+        if theirs is not None:
+            theirs.update(memory(right, count))
+        position += count
+    if mine is None:
+        return "", ""
+    return mine.hexdigest()[:32], (theirs or mine).hexdigest()[:32]
+
+
+def memory(address: int, count: int) -> memoryview:
+    """Return bytes at an address without a copy."""
+    return memoryview((ctypes.c_char * count).from_address(address)).cast("B")
+
+
+def as_tensor(address: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return elements at an address as a tensor of one dimension; a copy, aligned for its dtype."""
+    return torch.frombuffer(bytearray(memory(address, count)), dtype=torch.uint8).view(dtype)
+
+
+def digest_of(dtype: torch.dtype, shape: torch.Size, stream: Stream) -> str:
+    """Return the digest of a tensor: that of isobit.bits.digest."""
+    hasher, size, position = (
+        blake3(f"{dtype}{list(shape)}".encode()),
+        math.prod(shape) * dtype.itemsize,
+        0,
+    )
+    while position < size:
+        address, count = stream.at(position, min(UNIT, size - position))
+        hasher.update(memory(address, count))
+        position += count
+    return hasher.hexdigest()[:32]
+
+
+def largest_of(
+    dtype: torch.dtype, shape: torch.Size, a: Stream, other: torch.dtype, b: Stream
+) -> float | None:
+    """Return the largest |difference| of two tensors of one shape and two dtypes."""
     largest: float | None = None
-    left, right = a.reshape(-1), b.reshape(-1)
-    for start in range(0, a.numel(), CHUNK):
-        x, y = left[start : start + CHUNK], right[start : start + CHUNK]
-        wide = torch.complex128 if x.is_complex() or y.is_complex() else torch.float64
-        apart = (x.to(wide) - y.to(wide)).abs()
-        finite = apart[torch.isfinite(apart)]
-        if finite.numel():
-            largest = max(largest or 0.0, float(finite.max()))
+    total, done = math.prod(shape), 0
+    while done < total:
+        few = min(UNIT // max(dtype.itemsize, other.itemsize), total - done)
+        sides = [(a, dtype), (b, other)]
+        got = [s.at(done * d.itemsize, few * d.itemsize) for s, d in sides]
+        few = min(n // d.itemsize for (_, n), (_, d) in zip(got, sides, strict=True))
+        x, y = (
+            as_tensor(at, few * d.itemsize, d) for (at, _), (_, d) in zip(got, sides, strict=True)
+        )
+        apart = largest_difference(x, y)
+        if apart is not None:
+            largest = max(largest or 0.0, apart)
+        done += few
     return largest
+
+
+def largest_difference(a: torch.Tensor, b: torch.Tensor) -> float | None:
+    """Return the largest |difference| of elements that are finite on both sides, in fp64."""
+    if torch.float4_e2m1fn_x2 in (a.dtype, b.dtype):
+        return None
+    wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
+    apart = (a.to(wide) - b.to(wide)).abs()
+    finite = apart[torch.isfinite(apart)]
+    return float(finite.max()) if finite.numel() else None
+
+
+def same_tensor(checkpoint: Checkpoint, one: str, other: str) -> bool:
+    """Return whether two tensors of a checkpoint are equal bit for bit."""
+    sides = (Side((Piece(one),)), Side((Piece(other),)))
+    (dtype, shape, a), (its, others, b) = (open_side(checkpoint, side) for side in sides)
+    found = Tally(dtype, shape)
+    try:
+        if dtype == its and shape == others:
+            compare_streams(found, a, b, digests=False)
+        return dtype == its and shape == others and found.first is None
+    finally:
+        a.close()
+        b.close()
 
 
 def find_ties(having: Checkpoint, lacking: Checkpoint, names: list[str]) -> list[Tie]:
@@ -159,8 +281,7 @@ def find_ties(having: Checkpoint, lacking: Checkpoint, names: list[str]) -> list
     for name in names:
         tensor = having.tensors[name]
         for kept, shown_by in tie_candidates(having, lacking, name, tensor):
-            other = having.tensors.get(kept)
-            if other is not None and bits.equal(tensor.load(), other.load()):
+            if kept in having.tensors and same_tensor(having, name, kept):
                 found.append(Tie(name, kept, shown_by))
                 break
     return found

@@ -8,19 +8,21 @@ names.py puts them together. Links to regular files are followed, since download
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import math
 import pickle
 import re
 from collections.abc import Callable
-from pathlib import Path, PurePosixPath
-from typing import Any
+from pathlib import PurePosixPath
+from typing import Any, BinaryIO, cast
 
 import torch
 
 from isobit.comparing.tensor_files import (
     Checkpoint,
+    Segment,
     Stored,
     add_tree,
     load_safely,
@@ -30,6 +32,7 @@ from isobit.comparing.tensor_files import (
     unreadable,
 )
 from isobit.errors import ArgumentError
+from isobit.foundation.addresses import Address, Place
 
 # Read folders of torch.distributed.checkpoint, tensor by tensor, without a process group and
 # without running code.
@@ -120,7 +123,7 @@ class MetadataReader(pickle.Unpickler):
         raise pickle.UnpicklingError(f"GLOBAL {module}.{name}")
 
 
-def read_distributed(folder: Path) -> Checkpoint:
+def read_distributed(folder: Place) -> Checkpoint:
     """Read the metadata of a folder of torch.distributed.checkpoint and return its tensors, which are read later.
 
     Args:
@@ -152,7 +155,7 @@ def read_distributed(folder: Path) -> Checkpoint:
     return found
 
 
-def read_metadata(folder: Path) -> Record:
+def read_metadata(folder: Place) -> Record:
     """Unpickle the metadata without running code."""
     file, size = open_regular(folder / METADATA)
     with file:
@@ -174,7 +177,7 @@ def read_metadata(folder: Path) -> Record:
     return found
 
 
-def items(folder: Path, metadata: Record, name: str) -> list[tuple[Any, Any]]:
+def items(folder: Place, metadata: Record, name: str) -> list[tuple[Any, Any]]:
     """Return the entries of one of the metadata's dictionaries."""
     found = metadata.get(name)
     if not isinstance(found, dict) or not all(isinstance(v, Record) for v in found.values()):
@@ -186,7 +189,7 @@ def items(folder: Path, metadata: Record, name: str) -> list[tuple[Any, Any]]:
 
 
 def stored_chunks(
-    folder: Path, name: str, entry: Record, places: dict[tuple[int, ...], Any]
+    folder: Place, name: str, entry: Record, places: dict[tuple[int, ...], Any]
 ) -> Stored:
     """Return a tensor that is put together from its chunks when it is loaded."""
     shape, properties, chunks = entry.get("size"), entry.get("properties"), entry.get("chunks")
@@ -198,6 +201,41 @@ def stored_chunks(
         raise unreadable(folder, "a list of chunks", f"another entry for {name!r}")
     spans = [(chunk.get("offsets"), chunk.get("sizes")) for chunk in chunks]
     check_cover(folder, name, shape, spans)
+
+    @functools.cache
+    def located() -> tuple[Segment, ...] | None:
+        found = [
+            locate_chunk(folder, name, places.get(offsets), dtype, sizes)
+            for offsets, sizes in spans
+        ]
+        return None if None in found else tuple(one for one in found if one is not None)
+
+    def segments() -> tuple[Segment, ...] | None:
+        if any(sizes[1:] != shape[1:] for _, sizes in spans):
+            return None  # chunks are cut along another dimension than the first
+        found = located()
+        if found is None:
+            return None
+        order = sorted(range(len(spans)), key=lambda at: spans[at][0])
+        return tuple(found[at] for at in order if math.prod(spans[at][1]))
+
+    def rows(start: int, stop: int) -> torch.Tensor:
+        where = located()
+        if where is None:
+            return load()[start:stop]
+        part = torch.empty((stop - start, *shape[1:]), dtype=dtype)
+        for (offsets, sizes), segment in zip(spans, where, strict=True):
+            first, last = max(start, offsets[0]), min(stop, offsets[0] + sizes[0])
+            if first >= last or not math.prod(sizes):
+                continue
+            width = segment.length // sizes[0]
+            begin = segment.first + (first - offsets[0]) * width
+            data = read_segment(Segment(segment.path, begin, (last - first) * width))
+            chunk = torch.frombuffer(data, dtype=torch.uint8).view(dtype)
+            rest = tuple(slice(o, o + n) for o, n in zip(offsets[1:], sizes[1:], strict=True))
+            where_to = (slice(first - start, last - start), *rest)
+            part[where_to] = chunk.reshape(-1, *sizes[1:])
+        return part
 
     def load() -> torch.Tensor:
         data = [read_place(folder, name, places.get(offsets)) for offsets, _ in spans]
@@ -215,10 +253,90 @@ def stored_chunks(
             whole[slices] = chunk
         return whole
 
-    return Stored(dtype, shape, load)
+    return Stored(dtype, shape, load, segments=segments, rows=rows if shape else None)
 
 
-def check_cover(folder: Path, name: str, shape: tuple[int, ...], spans: list[Any]) -> None:
+def locate_chunk(
+    folder: Place, name: str, place: Record | None, dtype: torch.dtype, sizes: tuple[int, ...]
+) -> Segment | None:
+    """Return where a chunk's elements are, without reading them; None if they are not in row-major order.
+
+    A chunk is a file of torch.save inside a larger file. Under FakeTensorMode torch.load reads its pickle alone and
+    notes at which byte the storage begins.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    path, offset, length = find_place(folder, name, place)
+    file, _ = open_regular(path)
+    with file, FakeTensorMode():
+        chunk = load_safely(folder, cast(BinaryIO, Window(file, offset, length)))
+        if not isinstance(chunk, torch.Tensor) or (chunk.dtype, tuple(chunk.shape)) != (
+            dtype,
+            sizes,
+        ):
+            raise unreadable(folder, f"a chunk {list(sizes)} of {name!r}", "another tensor")
+        start = getattr(chunk.untyped_storage(), "_checkpoint_offset", None)
+        first = -1 if start is None else start + chunk.storage_offset() * dtype.itemsize
+        plain = chunk.is_contiguous() and not chunk.is_conj() and not chunk.is_neg()
+    size = math.prod(sizes) * dtype.itemsize
+    if first < 0 or not plain or dtype is torch.bool:
+        return None
+    if first + size > length:
+        raise unreadable(folder, f"bytes for all elements of {name!r}", "fewer bytes")
+    return Segment(path, offset + first, size)
+
+
+def read_segment(segment: Segment) -> bytearray:
+    """Return the bytes of a segment."""
+    if isinstance(segment.path, Address):
+        data = bytearray(segment.path.read(segment.first, segment.first + segment.length))
+        count = len(data)
+    else:
+        data = bytearray(segment.length)
+        file, _ = open_regular(segment.path)
+        with file:
+            file.seek(segment.first)
+            count = file.readinto(data)  # type: ignore[attr-defined]
+    if count != segment.length:
+        raise unreadable(segment.path, f"{segment.length:,} bytes", "a file that has shrunk")
+    return data
+
+
+class Window(io.RawIOBase):
+    """A part of an open file as a file."""
+
+    def __init__(self, file: BinaryIO, first: int, length: int) -> None:
+        """Take `length` bytes from `first` on."""
+        self.file, self.first, self.length, self.at = file, first, length, 0
+
+    def seekable(self) -> bool:
+        """Return that a position can be chosen."""
+        return True
+
+    def readable(self) -> bool:
+        """Return that bytes can be read."""
+        return True
+
+    def tell(self) -> int:
+        """Return the position."""
+        return self.at
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        """Choose a position."""
+        self.at = offset + (0, self.at, self.length)[whence]
+        return self.at
+
+    def readinto(self, buffer: Any) -> int:
+        """Read into a buffer what the window still has."""
+        wanted = max(0, min(len(buffer), self.length - self.at))
+        self.file.seek(self.first + self.at)
+        data = self.file.read(wanted)
+        buffer[: len(data)] = data
+        self.at += len(data)
+        return len(data)
+
+
+def check_cover(folder: Place, name: str, shape: tuple[int, ...], spans: list[Any]) -> None:
     """Raise unless the chunks lie in the tensor, do not overlap, and have all its elements."""
     for offsets, sizes in spans:
         if not (isinstance(offsets, tuple) and isinstance(sizes, tuple)) or not (
@@ -243,8 +361,14 @@ def check_cover(folder: Path, name: str, shape: tuple[int, ...], spans: list[Any
                 raise unreadable(folder, "chunks that do not overlap", f"two of {name!r}")
 
 
-def read_place(folder: Path, name: str, place: Record | None) -> bytes:
+def read_place(folder: Place, name: str, place: Record | None) -> bytes:
     """Read the bytes of one chunk; raise for a file outside of the folder, or bytes that are not there."""
+    path, offset, length = find_place(folder, name, place)
+    return bytes(read_segment(Segment(path, offset, length)))
+
+
+def find_place(folder: Place, name: str, place: Record | None) -> tuple[Place, int, int]:
+    """Return file, first byte and length of a chunk; raise if it is outside of the folder or not there."""
     if place is None:
         raise unreadable(folder, f"a place for every chunk of {name!r}", "none")
     relative, offset, length = (place.get(key) for key in ("relative_path", "offset", "length"))
@@ -253,17 +377,16 @@ def read_place(folder: Path, name: str, place: Record | None) -> bytes:
     if not isinstance(relative, str) or not is_inside(relative):
         raise unreadable(folder, "files inside the folder", f"{relative!r} for {name!r}")
     file, size = open_regular(folder / relative)
-    with file:
-        numbers = type(offset) is int and type(length) is int and offset >= 0 and length >= 0
-        if not numbers or offset + length > size:
-            raise unreadable(
-                folder,
-                f"bytes within the {size:,} of {relative}",
-                f"{length} bytes from {offset} for {name!r}",
-                "copy the folder again: a file is truncated",
-            )
-        file.seek(offset)
-        return file.read(length)
+    file.close()
+    numbers = type(offset) is int and type(length) is int and offset >= 0 and length >= 0
+    if not numbers or offset + length > size:
+        raise unreadable(
+            folder,
+            f"bytes within the {size:,} of {relative}",
+            f"{length} bytes from {offset} for {name!r}",
+            "copy the folder again: a file is truncated",
+        )
+    return folder / relative, offset, length
 
 
 def is_inside(relative: str) -> bool:
@@ -281,7 +404,7 @@ LARGEST_INDEX = 1 << 28
 # Files of these names next to a checkpoint are not part of the model.
 BESIDE = re.compile(r"(training_args|rng_state(_\d+)?|scaler)\.(bin|pt|pth)")
 RANK = re.compile(r"(?:^|[^a-z])(?:mp_?)?(?:rank|shard|tp|part)[_-]?(\d+)(?:\D|$)", re.IGNORECASE)
-READERS: dict[str, Callable[[Path], Checkpoint]] = {
+READERS: dict[str, Callable[[Place], Checkpoint]] = {
     ".safetensors": read_safetensors,
     ".pt": read_torch_file,
     ".pth": read_torch_file,
@@ -290,7 +413,7 @@ READERS: dict[str, Callable[[Path], Checkpoint]] = {
 }
 
 
-def read_checkpoint(path: Path) -> Checkpoint:
+def read_checkpoint(path: Place) -> Checkpoint:
     """Read what a path contains: names, dtypes and shapes now, tensors later.
 
     Args:
@@ -309,7 +432,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     return found
 
 
-def read_file(path: Path) -> Checkpoint:
+def read_file(path: Place) -> Checkpoint:
     """Read one file, by its ending."""
     if path.name.endswith(".index.json"):
         return read_index(path.parent, path)
@@ -326,21 +449,25 @@ def read_file(path: Path) -> Checkpoint:
     return reader(path)
 
 
-def read_folder(folder: Path) -> Checkpoint:
+def read_folder(folder: Place) -> Checkpoint:
     """Read a folder: of torch.distributed.checkpoint, with an index, or its files together."""
     if (folder / METADATA).exists():
         return read_distributed(folder)
-    indexes = sorted(folder.glob("*.index.json"))
+    indexes: list[Place] = sorted(folder.glob("*.index.json"), key=str)
     if indexes:
         chosen = next((i for i in indexes if "safetensors" in i.name), indexes[0])
         return read_index(folder, chosen)
-    files = sorted(p for p in folder.iterdir() if p.suffix.lower() in READERS)
+    files: list[Place] = sorted(
+        (p for p in folder.iterdir() if p.suffix.lower() in READERS), key=str
+    )
     files = [p for p in files if not BESIDE.fullmatch(p.name)]
     safe = [p for p in files if p.suffix == ".safetensors"]
     left_out = [p.name for p in files if safe and p not in safe]
     parts = {p.name: read_file(p) for p in safe or files}
     if not parts:
-        folders = sorted(p for p in folder.iterdir() if p.is_dir() and RANK.search(p.name))
+        folders: list[Place] = sorted(
+            (p for p in folder.iterdir() if p.is_dir() and RANK.search(p.name)), key=str
+        )
         parts = {p.name: read_folder(p) for p in folders}
     if not parts:
         raise unreadable(
@@ -355,7 +482,7 @@ def read_folder(folder: Path) -> Checkpoint:
     return found
 
 
-def join_parts(folder: Path, parts: dict[str, Checkpoint]) -> Checkpoint:
+def join_parts(folder: Place, parts: dict[str, Checkpoint]) -> Checkpoint:
     """Return the files of a folder as one checkpoint; see [Note: Files of a folder]."""
     kinds = [part.kind for part in parts.values()]
     if len(parts) == 1:
@@ -385,12 +512,12 @@ def join_parts(folder: Path, parts: dict[str, Checkpoint]) -> Checkpoint:
     return found
 
 
-def read_index(folder: Path, index: Path) -> Checkpoint:
+def read_index(folder: Place, index: Place) -> Checkpoint:
     """Read the files that an index of transformers names, and check that it names every tensor."""
     where = read_weight_map(index)
     found = Checkpoint(folder, f"folder with {index.name}")
     for file in sorted(set(where.values())):
-        if not is_inside(file) or "/" in file or Path(file).suffix.lower() not in READERS:
+        if not is_inside(file) or "/" in file or PurePosixPath(file).suffix.lower() not in READERS:
             raise unreadable(index, "names of checkpoint files in this folder", repr(file))
         part = read_file(folder / file)
         listed = {name for name, home in where.items() if home == file}
@@ -409,7 +536,7 @@ def read_index(folder: Path, index: Path) -> Checkpoint:
     return found
 
 
-def read_weight_map(index: Path) -> dict[str, str]:
+def read_weight_map(index: Place) -> dict[str, str]:
     """Return which file has which tensor, by an index of transformers."""
     content = read_json(index)
     where = content.get("weight_map") if isinstance(content, dict) else None
@@ -418,7 +545,7 @@ def read_weight_map(index: Path) -> dict[str, str]:
     return where
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Place) -> Any:
     """Read a JSON file of limited size."""
     file, size = open_regular(path)
     with file:
@@ -431,7 +558,7 @@ def read_json(path: Path) -> Any:
         raise unreadable(path, "JSON", str(error)[:200]) from error
 
 
-def add_configured_tie(found: Checkpoint, folder: Path) -> None:
+def add_configured_tie(found: Checkpoint, folder: Place) -> None:
     """Note the tie of input and output embeddings that a config.json next to the tensors states."""
     try:
         config = read_json(folder / "config.json")

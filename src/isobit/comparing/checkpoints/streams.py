@@ -1,0 +1,269 @@
+"""The bytes of a tensor in row-major order, a few at a time, wherever they are stored.
+
+[Note: memory of a comparison]
+Two tensors are compared UNIT bytes at a time: units of this size are still in the processor's cache when they are
+compared after they were read. A stream returns the address of its next bytes: of a buffer into which it reads a file,
+of the memory that a file of torch.save is mapped to, or of a block of rows that was put together from shards. So a
+thread has at most two units, two blocks of BLOCK bytes (or one row, if a row is larger) and no whole tensor; pages of a
+mapped file belong to the system, which may drop them. Storage at an address is read in pieces of BLOCK bytes.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import itertools
+import math
+import os
+from typing import BinaryIO, Protocol
+
+import torch
+
+from isobit.comparing.checkpoints.names import Piece, Side
+from isobit.comparing.tensor_files import Checkpoint, Segment, Stored, open_regular, unreadable
+from isobit.foundation.addresses import Address
+
+UNIT = 1 << 18  # bytes that are compared at a time; a multiple of every element size
+BLOCK = 1 << 23  # bytes of rows that are put together, or fetched, at a time
+
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+_memcmp.restype = ctypes.c_int
+
+
+def same_bytes(left: int, right: int, count: int) -> bool:
+    """Return whether the bytes at two addresses are equal."""
+    return bool(_memcmp(left, right, count) == 0)
+
+
+class Stream(Protocol):
+    """The bytes of a tensor in row-major order."""
+
+    def at(self, position: int, wanted: int) -> tuple[int, int]:
+        """Return the address of the bytes from `position` on, and how many are there: at most `wanted`.
+
+        They stay there until the next call.
+        """
+
+    def close(self) -> None:
+        """Close what is open."""
+
+
+class FileStream:
+    """Bytes of files, read into one buffer."""
+
+    def __init__(self, segments: tuple[Segment, ...]) -> None:
+        """Read these segments, one after the other."""
+        self.segments = [one for one in segments if one.length]
+        self.starts = [0, *itertools.accumulate(one.length for one in self.segments)]
+        self.buffer = bytearray(UNIT)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.buffer))
+        self.file: BinaryIO | None = None
+        self.path: object = None
+
+    def at(self, position: int, wanted: int) -> tuple[int, int]:
+        """Read the next bytes of one segment."""
+        number = bisect.bisect_right(self.starts, position) - 1
+        segment, inside = self.segments[number], position - self.starts[number]
+        if self.path != segment.path:
+            self.close()
+            self.file, _ = open_regular(segment.path)
+            self.path = segment.path
+        assert self.file is not None
+        count = min(wanted, UNIT, segment.length - inside)
+        done = 0
+        while done < count:
+            into = [memoryview(self.buffer)[done:count]]
+            read = os.preadv(self.file.fileno(), into, segment.first + inside + done)
+            if not read:
+                raise unreadable(
+                    segment.path, f"{segment.length:,} bytes", "a file that has shrunk"
+                )
+            done += read
+        return self.address, count
+
+    def close(self) -> None:
+        """Close the file that is open."""
+        if self.file is not None:
+            self.file.close()
+        self.file = self.path = None
+
+
+class AddressStream(FileStream):
+    """Bytes of object storage, fetched a block at a time."""
+
+    def __init__(self, segments: tuple[Segment, ...]) -> None:
+        """Fetch these segments, one after the other."""
+        super().__init__(segments)
+        self.block, self.first = bytearray(0), 0
+
+    def at(self, position: int, wanted: int) -> tuple[int, int]:
+        """Return bytes of the block that was fetched; fetch the next one if they are not in it."""
+        if not self.first <= position < self.first + len(self.block):
+            number = bisect.bisect_right(self.starts, position) - 1
+            segment, inside = self.segments[number], position - self.starts[number]
+            assert isinstance(segment.path, Address)
+            count, start = min(BLOCK, segment.length - inside), segment.first + inside
+            self.block = bytearray(segment.path.read(start, start + count))
+            if len(self.block) != count:
+                raise unreadable(segment.path, f"{segment.length:,} bytes", "fewer")
+            self.first = position
+            self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.block))
+        skip = position - self.first
+        return self.address + skip, min(wanted, len(self.block) - skip)
+
+
+class MemoryStream:
+    """Bytes of a contiguous tensor in memory, or in a mapped file."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        """Keep the tensor, so that its memory stays."""
+        self.tensor, self.size = tensor, tensor.numel() * tensor.element_size()
+
+    def at(self, position: int, wanted: int) -> tuple[int, int]:
+        """Return the address itself: nothing is copied."""
+        return self.tensor.data_ptr() + position, min(wanted, self.size - position)
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class RowStream:
+    """Bytes of rows that are put together from pieces, a block of rows at a time."""
+
+    def __init__(self, pieces: list[tuple[Stored, Piece]], dim: int, shape: torch.Size) -> None:
+        """Put pieces together along `dim`; `shape` is that of the result, with at least one dimension."""
+        self.pieces, self.dim, self.shape = pieces, dim, shape
+        self.width = max(1, math.prod(shape[1:]) * pieces[0][0].dtype.itemsize)
+        self.height = max(1, BLOCK // self.width)
+        self.loaded: dict[int, torch.Tensor] = {}
+        self.block, self.first, self.last = torch.empty(0), 0, 0
+
+    def at(self, position: int, wanted: int) -> tuple[int, int]:
+        """Return the address in the block; put the next block together if the bytes are not in it."""
+        if not self.first <= position < self.last:
+            row = position // self.width
+            stop = min(row + self.height, self.shape[0])
+            self.block = torch.empty(0)  # freed before the next is read
+            self.block = plain(self.rows(row, stop)).contiguous()
+            self.first, self.last = row * self.width, stop * self.width
+        return self.block.data_ptr() + position - self.first, min(wanted, self.last - position)
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        """Return rows of the result."""
+        if self.dim:
+            return join([self.piece(at, start, stop) for at in range(len(self.pieces))], self.dim)
+        found, begin = [], 0
+        for at, (stored, piece) in enumerate(self.pieces):
+            end = begin + height_of(stored, piece)
+            if max(start, begin) < min(stop, end):
+                found.append(self.piece(at, max(start, begin) - begin, min(stop, end) - begin))
+            else:
+                self.loaded.pop(at, None)  # what could only be loaded whole is not needed any more
+            begin = end
+        return join(found, 0)
+
+    def piece(self, at: int, start: int, stop: int) -> torch.Tensor:
+        """Return rows of one piece."""
+        stored, piece = self.pieces[at]
+        if piece.start is not None and piece.dim == 0:
+            start, stop = start + piece.start, stop + piece.start
+        if stored.rows is not None:
+            found = stored.rows(start, stop)
+        else:
+            if at not in self.loaded:
+                self.loaded[at] = stored.load()
+            found = self.loaded[at][start:stop]
+        if piece.start is not None and piece.stop is not None and piece.dim:
+            found = found.narrow(piece.dim, piece.start, piece.stop - piece.start)
+        return found
+
+    def close(self) -> None:
+        """Free what was loaded."""
+        self.loaded.clear()
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose memory has its values: not to be conjugated or negated when it is read."""
+    return tensor.detach().resolve_conj().resolve_neg()
+
+
+def join(tensors: list[torch.Tensor], dim: int) -> torch.Tensor:
+    """Put tensors together along a dimension."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
+
+
+def height_of(stored: Stored, piece: Piece) -> int:
+    """Return how many rows a piece has."""
+    if piece.start is not None and piece.stop is not None and piece.dim == 0:
+        return piece.stop - piece.start
+    return stored.shape[0]
+
+
+def open_side(checkpoint: Checkpoint, side: Side) -> tuple[torch.dtype, torch.Size, Stream]:
+    """Return dtype, shape and bytes of one side of a comparison; nothing but places is read yet."""
+    pieces = [(checkpoint.tensors[piece.name], piece) for piece in side.pieces]
+    dtype = pieces[0][0].dtype
+    if len({stored.dtype for stored, _ in pieces}) > 1:  # as bits they cannot be put together
+        raise unreadable(checkpoint.path, "shards of one dtype", f"several for {side}")
+    shape = shape_of(checkpoint, side, pieces)
+    if math.prod(shape) == 0:
+        return dtype, shape, MemoryStream(torch.empty(shape, dtype=dtype))
+    found = segments_of(side, pieces)
+    if found is not None:
+        remote = any(isinstance(one.path, Address) for one in found)
+        return dtype, shape, (AddressStream if remote else FileStream)(found)
+    stored, piece = pieces[0]
+    if not shape or (len(pieces) == 1 and stored.rows is None):
+        tensor = stored.load()
+        if piece.start is not None and piece.stop is not None:
+            tensor = tensor.narrow(piece.dim, piece.start, piece.stop - piece.start)
+        if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+            return dtype, shape, MemoryStream(tensor.detach())
+        if not shape:
+            return dtype, shape, MemoryStream(plain(tensor).contiguous())
+    return dtype, shape, RowStream(pieces, side.dim, shape)
+
+
+def shape_of(checkpoint: Checkpoint, side: Side, pieces: list[tuple[Stored, Piece]]) -> torch.Size:
+    """Return the shape of a side; raise if its pieces do not fit together."""
+    shapes = []
+    for stored, piece in pieces:
+        shape = list(stored.shape)
+        if piece.start is not None and piece.stop is not None:
+            shape[piece.dim] = piece.stop - piece.start
+        shapes.append(shape)
+    found = list(shapes[0])
+    if len(shapes) > 1:
+        rests = {tuple(s[: side.dim] + s[side.dim + 1 :]) for s in shapes}
+        if len(rests) > 1 or len(found) <= side.dim:
+            raise unreadable(checkpoint.path, f"shards that fit together for {side}", str(shapes))
+        found[side.dim] = sum(s[side.dim] for s in shapes)
+    return torch.Size(found)
+
+
+def segments_of(side: Side, pieces: list[tuple[Stored, Piece]]) -> tuple[Segment, ...] | None:
+    """Return where a side's bytes are in row-major order; None if something has to be rearranged or checked."""
+    if len(pieces) > 1 and side.dim:
+        return None
+    found: list[Segment] = []
+    for stored, piece in pieces:
+        segments = stored.segments() if stored.dtype is not torch.bool else None
+        if segments is None or (piece.start is not None and piece.dim):
+            return None
+        if piece.start is not None and piece.stop is not None:
+            width = math.prod(stored.shape[1:]) * stored.dtype.itemsize
+            segments = cut_segments(segments, piece.start * width, piece.stop * width)
+        found += segments
+    return tuple(found)
+
+
+def cut_segments(segments: tuple[Segment, ...], first: int, last: int) -> tuple[Segment, ...]:
+    """Return the bytes from `first` up to `last` of segments."""
+    found, begin = [], 0
+    for one in segments:
+        low, high = max(first, begin), min(last, begin + one.length)
+        if low < high:
+            found.append(Segment(one.path, one.first + low - begin, high - low))
+        begin += one.length
+    return tuple(found)
