@@ -101,7 +101,9 @@ def test_right_kernels_earn_it_up_to_the_overflow_of_their_indices(function, mos
 def test_the_verdict_says_so():
     found = isobit.certify(tile, targets=("sm_80",))
     assert found.kept
-    assert f"Every row count up to {found.most_rows:,} that launches these kernels" in conclude(found)
+    assert f"Every row count up to {found.most_rows:,} that launches these kernels" in conclude(
+        found
+    )
     assert found.to_dict()["targets"][0]["most_rows"] == found.most_rows > 33_000_000
 
 

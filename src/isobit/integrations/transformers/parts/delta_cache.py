@@ -39,9 +39,7 @@ class Carried:
         """Return the K - 1 rows before each sample's next, [samples, K - 1, C]."""
         return torch.stack([rows[len(rows) - self.taps + 1 :] for rows in self.rows])
 
-    def advance(
-        self, given: tuple[Tensor, ...], mixed: Tensor, samples: Samples | None
-    ) -> Tensor:
+    def advance(self, given: tuple[Tensor, ...], mixed: Tensor, samples: Samples | None) -> Tensor:
         """Return o of the next rows, and keep what later ones read."""
         assert self.state is not None
         wanted = torch.is_grad_enabled() and any(t.requires_grad for t in given)

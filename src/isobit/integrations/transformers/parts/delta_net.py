@@ -88,7 +88,9 @@ def carried(cache: Any, module: Any, x: Tensor, samples: Samples | None) -> Carr
         )
     count = x.shape[0] if samples is None else len(samples.spans)
     if count != x.shape[0]:
-        refuse("one sample in each row of the batch behind a cache", f"{count}", "leave packing out")
+        refuse(
+            "one sample in each row of the batch behind a cache", f"{count}", "leave packing out"
+        )
     layer.prepare(module, x)
     return layer
 
