@@ -183,7 +183,8 @@ class Tally:
 def compare_streams(found: Tally, a: Stream, b: Stream, digests: bool) -> tuple[str, str]:
     """Compare the bytes of two tensors of one dtype and shape, and return their digests, "" if not asked for."""
     head = f"{found.dtype}{list(found.shape)}".encode()
-    mine, theirs = (blake3(head), None) if digests else (None, None)
+    mine = blake3(head) if digests else None
+    theirs: blake3 | None = None
     size, position = math.prod(found.shape) * found.dtype.itemsize, 0
     while position < size:
         left, count = a.at(position, min(UNIT, size - position))

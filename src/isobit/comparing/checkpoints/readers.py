@@ -77,7 +77,8 @@ def make_member(of: Any, name: Any) -> Record:
     """Return a member of the one enum that metadata has; raise for an attribute of anything else."""
     if of is not MEMORY_FORMAT or type(name) is not str:
         raise pickle.UnpicklingError("GLOBAL builtins.getattr")
-    return MEMORY_FORMAT(name)
+    member: Record = MEMORY_FORMAT(name)
+    return member
 
 
 KINDS = (

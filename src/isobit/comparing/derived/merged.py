@@ -27,7 +27,8 @@ import yaml  # type: ignore[import-untyped]
 from torch import Tensor
 
 from isobit import bits
-from isobit.comparing.checkpoints.compare import Loader, shapes_of
+from isobit.comparing.checkpoints.compare import shapes_of
+from isobit.comparing.derived.loading import Loader
 from isobit.comparing.checkpoints.names import Side, match_names
 from isobit.comparing.checkpoints.readers import read_checkpoint
 from isobit.comparing.derived.records import STATED, WRONG, Derivation, Progress, TensorVerdict
