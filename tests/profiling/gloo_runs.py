@@ -117,7 +117,7 @@ def train(export, cause, delay):
     model = nn.parallel.DistributedDataParallel(model)
     optimizer = Slow(model.parameters())
     once = schedule(wait=1, warmup=1, active=STEPS, repeat=1)
-    message = torch.ones(6_000_000)
+    message = torch.ones(int(6_000_000 * delay / DELAY) if cause == "messages" else 1)
     clock, waits = CoreWaits(), []
     with profile(
         activities=[ProfilerActivity.CPU],
