@@ -82,7 +82,7 @@ def train(export, cause, delay):
     from isobit.profiling.recorded_rank import CoreWaits
 
     def compute():
-        x = torch.ones(192, 192)
+        x = torch.ones(512, 512)  # large, so that the time is in operators
         begin = time.thread_time()
         while time.thread_time() - begin < delay:
             x = torch.mm(x, x).clamp_(max=1)
