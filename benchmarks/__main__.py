@@ -20,6 +20,7 @@ CASES = (
     "exchange",
     "levels",
     "step",
+    "profiled_step",
     "agreement",
     "simulator",
     "bugs",

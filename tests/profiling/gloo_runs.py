@@ -82,7 +82,7 @@ def train(export, cause, delay):
     from isobit.profiling.recorded_rank import CoreWaits
 
     def compute():
-        x = torch.ones(192, 192)
+        x = torch.ones(512, 512)  # large, so that the time is in operators
         begin = time.thread_time()
         while time.thread_time() - begin < delay:
             x = torch.mm(x, x).clamp_(max=1)
@@ -117,7 +117,7 @@ def train(export, cause, delay):
     model = nn.parallel.DistributedDataParallel(model)
     optimizer = Slow(model.parameters())
     once = schedule(wait=1, warmup=1, active=STEPS, repeat=1)
-    message = torch.ones(6_000_000)
+    message = torch.ones(int(6_000_000 * delay / DELAY) if cause == "messages" else 1)
     clock, waits = CoreWaits(), []
     with profile(
         activities=[ProfilerActivity.CPU],

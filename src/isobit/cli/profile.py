@@ -57,6 +57,12 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="write the report of one run to this file"
     )
+    parser.add_argument(
+        "--perfetto",
+        type=Path,
+        metavar="FILE",
+        help="write a timeline of all ranks to this file, with causes, waits and findings, for ui.perfetto.dev",
+    )
 
 
 def add_recording(parser: argparse.ArgumentParser) -> None:
@@ -130,6 +136,7 @@ def recorded(
 
 def show(options: argparse.Namespace, notes: tuple[str, ...]) -> int:
     """Profile the traces and print what they show."""
+    import json
     from dataclasses import replace
 
     from isobit.cli.provenance import provenance_of
@@ -137,6 +144,7 @@ def show(options: argparse.Namespace, notes: tuple[str, ...]) -> int:
     from isobit.foundation.files import write_text
     from isobit.profiling.api import are_one_run, compare_profiles, profile_traces
     from isobit.profiling.report import lines_of, lines_of_comparison, write_profile_page
+    from isobit.profiling.timeline import timeline_of
     from isobit.profiling.trace import read_traces
 
     if options.contract or options.propose:
@@ -156,9 +164,9 @@ def show(options: argparse.Namespace, notes: tuple[str, ...]) -> int:
     sides = [read_traces([path]) for path in options.traces]
     every = [trace for side in sides for trace in side]
     if options.compare or (len(sides) == 2 and not are_one_run(every)):
-        if options.html:
+        if options.html or options.perfetto:
             raise ArgumentError(
-                expected="--html with the traces of one run",
+                expected="--html and --perfetto with the traces of one run",
                 received="two runs to compare",
                 remedy="use --json, or profile each run by itself with --html",
             )
@@ -175,6 +183,8 @@ def show(options: argparse.Namespace, notes: tuple[str, ...]) -> int:
     origin = provenance_of(options, [rank.digest for rank in found.ranks])
     if options.html:
         write_text(options.html, write_profile_page(found, origin))
+    if options.perfetto:
+        write_text(options.perfetto, json.dumps(timeline_of(every)))
     if options.json:
         say_json({"provenance": origin, "profile": found})
     else:
@@ -194,10 +204,15 @@ def judge(options: argparse.Namespace) -> int:
     from isobit.profiling.trace import read_traces
     from isobit.report.junit_sarif import as_junit, as_sarif
 
-    if options.compare or options.html or (options.contract and options.propose):
+    if (
+        options.compare
+        or options.html
+        or options.perfetto
+        or (options.contract and options.propose)
+    ):
         raise ArgumentError(
             expected="--contract FILE or --propose FILE, alone",
-            received="both, or one with --compare or --html",
+            received="both, or one with --compare, --html or --perfetto",
             remedy="run isobit profile once for each",
         )
     if options.propose:

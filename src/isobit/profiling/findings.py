@@ -211,7 +211,8 @@ def of_collectives(profile: Profile) -> Iterator[Finding]:
     waiting = sum(one.waiting for one in apart)
     rank, ns = most_waited_for(apart)
     usual = usual_share(profile, apart, rank)
-    if usual >= WAITING and (usual >= CLEAR or chance(apart, rank) < BY_CHANCE):
+    is_slow = usual >= WAITING and (usual >= CLEAR or chance(apart, rank) < BY_CHANCE)
+    if is_slow and repeats(profile, apart, rank):
         parts = profile.causes.get(rank, {})
         words = ", ".join(
             f"{cause} {late / 1e6:,.3f}" for cause, late in list(parts.items())[:3] if late > 0
@@ -237,14 +238,14 @@ def moving_of(profile: Profile, collectives: Sequence[Collective]) -> int:
     """Return the nanoseconds that data need to move: each collective takes as long as the fastest one like it.
 
     What others take longer has another reason than their size: a host that did not get to it, or traffic of others.
-    Time in which threads had no core, where the recording has it, is not counted either: they may be those that send.
+    Time in which other threads than the main one had no core is not counted either: they are those that send.
     """
     spent: Counter[str] = Counter()
     for one in collectives:
         spent[one.step] += one.moving
     for rank in profile.ranks:
-        for step, (_, every) in rank.core_waits.items():
-            spent[step] -= every
+        for step, (main, every) in rank.core_waits.items():
+            spent[step] -= every - main
     fastest: dict[tuple[str, str, int], int] = {}
     for one in collectives:
         key = (one.name, one.detail, len(one.moves))
@@ -265,7 +266,8 @@ def usual_share(profile: Profile, collectives: Sequence[Collective], rank: int) 
     """Return the share of a step that all ranks wait for one rank, as the median over steps.
 
     Any rank is late now and then, because something else ran on its host; a slow one is late in most steps. Where the
-    recording says how long the rank had no core, this is not counted: all others waited for it as long.
+    recording has how long the rank had no core, the share is that of a machine that is not busy: without this time, in
+    which all others waited too.
     """
     waits: Counter[str] = Counter()
     totals: Counter[str] = Counter()
@@ -278,8 +280,34 @@ def usual_share(profile: Profile, collectives: Sequence[Collective], rank: int) 
         if process.rank == rank:
             for name, (ns, _) in process.core_waits.items():
                 waits[name] = max(0, waits[name] - ns * (len(profile.ranks) - 1))
-    shares = [waits[step] / total for step, total in totals.items() if total]
+                totals[name] -= ns * len(profile.ranks)
+    shares = [waits[step] / total for step, total in totals.items() if total > 0]
     return median_low(shares) if shares else 0.0
+
+
+def repeats(profile: Profile, collectives: Sequence[Collective], rank: int) -> bool:
+    """Whether one cause makes the rank late in most steps, beyond what lack of a core explains.
+
+    A rank without a core is late for whatever it was doing then, which differs from step to step. Of each cause that
+    part is taken off which lack of a core has of the whole lateness. Recordings that do not have this time cannot tell,
+    and are not judged by it.
+    """
+    process = next(one for one in profile.ranks if one.rank == rank)
+    if not process.core_waits:
+        return True
+    cause = next(iter(profile.causes.get(rank, {})), "")
+    late: Counter[str] = Counter()
+    every: Counter[str] = Counter()
+    for one in collectives:
+        if one.last == rank:
+            late[one.step] += one.lateness.parts.get(cause, 0)
+            every[one.step] += max(0, one.lateness.ns)
+    shares = []
+    for step in process.steps:
+        without = process.core_waits.get(step.step, (0, 0))[0]
+        own = max(0.0, 1 - without / every[step.step]) if every[step.step] else 0.0
+        shares.append(late[step.step] * own / max(1, step.total - without))
+    return median_low(shares) >= WAITING
 
 
 def chance(collectives: Sequence[Collective], rank: int) -> float:

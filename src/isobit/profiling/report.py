@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from isobit.foundation.plain_text import one_line
 from isobit.foundation.records import ContractStatus, Provenance
@@ -247,9 +247,18 @@ COLOURS = {
 }
 
 
+# Reasons of the host share a colour, in shades.
+SHADES = {
+    "idle: host in Python": 0.8,
+    "idle: host in launch calls": 0.6,
+    "idle: host in the optimizer": 0.45,
+}
+
+
 def colour(cause: str) -> str:
-    """Return the colour of a cause; reasons of the host share one."""
-    return f"var(--{COLOURS.get(cause, 'host')})"
+    """Return the style of a cause."""
+    shade = f";opacity:{SHADES[cause]}" if cause in SHADES else ""
+    return f"var(--{COLOURS.get(cause, 'host')}){shade}"
 
 
 def write_profile_page(profile: Profile, origin: Provenance | None = None) -> str:
@@ -304,31 +313,33 @@ def write_finding(one: Finding) -> str:
 def write_ranks(profile: Profile) -> str:
     """Return a bar per rank, as long as its steps, and the key of the colours."""
     longest = max(rank.whole.total for rank in profile.ranks)
-    rows = "".join(
-        f'<div class="rank"><span>rank {rank.rank}</span>{write_bar(rank.whole, longest)}'
-        f"<span>{milliseconds(rank.whole.total)} ms</span></div>"
-        for rank in profile.ranks[:PAGE_RANKS]
-    )
     sums: dict[str, int] = {}
     for rank in profile.ranks:
         for cause, ns in rank.whole.parts.items():
             sums[cause] = sums.get(cause, 0) + ns
     total = sum(sums.values())
+    order = sorted(sums, key=lambda cause: -sums[cause])  # one for all ranks, to compare them
+    rows = "".join(
+        f'<div class="rank"><span>rank {rank.rank}</span>{write_bar(rank.whole, longest, order)}'
+        f"<span>{milliseconds(rank.whole.total)} ms</span></div>"
+        for rank in profile.ranks[:PAGE_RANKS]
+    )
     key = "".join(
         f'<li><i style="background:{colour(cause)}"></i>{escape(cause)} {share(ns, total)}'
-        for cause, ns in sorted(sums.items(), key=lambda part: -part[1])
+        for cause, ns in ((cause, sums[cause]) for cause in order)
     )
     more = len(profile.ranks) - PAGE_RANKS
     rest = f"<p>… and {many(more, 'more rank')}</p>" if more > 0 else ""
     return f'{rows}{rest}<ul class="key">{key}</ul>'
 
 
-def write_bar(account: Account, longest: int) -> str:
+def write_bar(account: Account, longest: int, order: Sequence[str]) -> str:
     """Return the bar of one account."""
+    parts = [(cause, account.parts[cause]) for cause in order if cause in account.parts]
     spans = "".join(
         f'<span style="width:{100 * ns / longest:.3f}%;background:{colour(cause)}" '
         f'title="{escape(cause)}: {milliseconds(ns)} ms, {share(ns, account.total)}"></span>'
-        for cause, ns in sorted(account.parts.items(), key=lambda part: -part[1])
+        for cause, ns in parts
     )
     return f'<div class="bar" role="img" aria-label="parts of the steps">{spans}</div>'
 
