@@ -277,8 +277,8 @@ def find_by_digest(name: str, module: Any, digest: str) -> Part | None:
         return Part("gated norm", delta_net.forward_gated_norm, (formula,), f"source of {path}")
     if digest in DELTA_NETS:
         delta_net.check_delta_net(name, module)
-        forward, where = delta_net.forward_delta_net, f"source of {DELTA_NETS[digest]}"
-        return Part("linear attention", forward, (), where, inside=("conv1d",))
+        where = f"source of {DELTA_NETS[digest]}"
+        return Part("linear attention", delta_net.forward_delta_net, (), where, inside=("conv1d",))
     if digest in ROTARY_EMBEDDINGS:
         rotary.check_kind(name, module)
         path = ROTARY_EMBEDDINGS[digest]

@@ -24,7 +24,9 @@ def forward_rotary(
     module: Any, x: Tensor, position_ids: Tensor, layer_type: str | None = None
 ) -> tuple[Tensor, Tensor]:
     """Look up cos and sin [B, T, D] in fp32 by position, so that no batch changes the bits of a row."""
-    if position_ids.dim() == 3:  # of text, height and width, which are one where there are no images
+    if (
+        position_ids.dim() == 3
+    ):  # of text, height and width, which are one where there are no images
         position_ids = position_ids[0]
     prefix = "" if layer_type is None else f"{layer_type}_"
     inv_freq = getattr(module, prefix + "inv_freq")
