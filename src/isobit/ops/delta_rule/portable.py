@@ -26,7 +26,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from isobit.errors import ArgumentError
 from isobit.ops.portable.elementary import exp_nonpositive
 from isobit.ops.portable.sums import multiply_add, round_once, widen
 
@@ -115,7 +114,6 @@ def delta_rule(
     """
     sizes = sizes_of(q, v)
     rows = heads_first(q, k, v, g, beta)
-    refuse_growth(g)
     o = torch.zeros_like(rows[2])
     after = o.new_empty(0, sizes.packed) if state is None else widen(state).clone()
     for index, (start, length) in enumerate(spans):
@@ -140,16 +138,6 @@ def heads_first(
     q, k = (t.repeat_interleave(repeats, 0) for t in (q, k))
     g, beta = (widen(t.reshape(-1, t.shape[-1])).t().contiguous() for t in (g, beta))
     return q, k, v, g, beta
-
-
-def refuse_growth(g: Tensor) -> None:
-    """Raise if a state would grow: exponentials are defined for decays only."""
-    if bool((g > 0).any()):
-        raise ArgumentError(
-            expected="g of at most 0, the logarithm of a decay",
-            received=f"up to {float(g.max()):g}",
-            remedy="pass −exp(A) · softplus(a + b), as models of the gated delta rule do",
-        )
 
 
 def begin(sizes: Sizes, like: Tensor) -> Chunk:
