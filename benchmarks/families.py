@@ -134,9 +134,12 @@ def build(kind, dtype):
     torch.manual_seed(1)
     config = CONFIG_MAPPING[kind](**{**SIZES, **TYPES[kind]})
     model = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind])(config).eval()
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
             parameter.data.add_(0.1 * torch.randn_like(parameter))
+        if name.endswith("A_log"):
+            # Slow decays: with those of a fresh layer, 5 to 18 per token, stock's gradients of A_log are off by 3e-4.
+            parameter.data.sub_(3.0)
     kept = {name: b.clone() for name, b in model.named_buffers() if "inv_freq" in name}
     model.to(dtype)
     for name, frequencies in kept.items():

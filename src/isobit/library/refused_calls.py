@@ -62,6 +62,33 @@ def select_rows() -> Iterator[Call]:
     yield "a scalar", (torch.tensor(1.0), rows), {}
 
 
+def causal_conv() -> Iterator[Call]:
+    """Yield calls of isobit.causal_conv."""
+    x, weight = torch.ones(2, 3), torch.ones(3, 1, 4)
+    yield "a weight of two axes", (x, weight[:, 0]), {}
+    yield "a weight that mixes channels", (x, torch.ones(3, 3, 4)), {}
+    yield "another number of channels", (x[:, :2], weight), {}
+    yield "two dtypes", (x, weight.bfloat16()), {}
+    yield "integers", (x.int(), weight.int()), {}
+    yield "a vector", (x[0], weight), {}
+    yield "fewer rows before than taps", (x, weight), {"before": torch.ones(1, 2, 3)}
+    yield "samples that do not describe the rows", (x, weight), THREE_ROWS
+
+
+def delta_rule() -> Iterator[Call]:
+    """Yield calls of isobit.delta_rule."""
+    q, v, g = torch.ones(2, 2, 3), torch.ones(2, 4, 5), torch.zeros(2, 4)
+    yield "a decay that grows", (q, q, v, g + 1, g), {}
+    yield "fewer keys than queries", (q, q[:1], v, g, g), {}
+    yield "heads that are no multiple", (q, q, v[:, :3], g[:, :3], g[:, :3]), {}
+    yield "a decay for each feature", (q, q, v, v, g), {}
+    yield "another number of rates", (q, q, v, g, g[:, :2]), {}
+    yield "two dtypes", (q, q, v.bfloat16(), g, g), {}
+    yield "integers", tuple(t.int() for t in (q, q, v, g, g)), {}
+    yield "a state that is a tensor", (q, q, v, g, g), {"state": torch.zeros(1, 3)}
+    yield "samples that do not describe the rows", (q, q, v, g, g), THREE_ROWS
+
+
 def linear_logprob() -> Iterator[Call]:
     """Yield calls of isobit.linear_logprob."""
     hidden, weight, targets = torch.ones(2, 3), torch.ones(5, 3), torch.tensor([0, 4])

@@ -188,6 +188,8 @@ ELSEWHERE = {
     "audit-v1": MODULES,
     "gradient-accumulation-v1": PARTIAL,
     "kv-cache-kernel-v1": "caches of keys have no Triton executor",
+    "causal-conv-v1": "linear attention has no Triton executor",
+    "delta-rule-v1": "linear attention has no Triton executor",
     "chain-v1": "whole models: tests/gpu/test_whole_model.py",
     "profile-account-v1": "it reads traces on the CPU, and computes nothing on a device",
     "rank-agreement-v1": MODULES,

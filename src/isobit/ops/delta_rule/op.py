@@ -148,6 +148,7 @@ def delta_rule(
     """
     check_tensors(q=q, k=k, v=v, g=g, beta=beta)
     check_shapes(q, k, v, g, beta)
+    refuse_growth(g)
     spans, _ = describe(samples, v.select(-2, 0))
     count = v.shape[:-3].numel() if spans is None else len(spans)
     sizes = (v.shape[:-2].numel(), v.shape[-2], q.shape[-1], v.shape[-1])
@@ -176,6 +177,18 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> No
     for name, tensor in (("g", g), ("beta", beta)):
         if tensor.shape != v.shape[:-1]:
             refuse_shape(name, tensor, f"{list(v.shape[:-1])}", "pass a number per token and head")
+
+
+def refuse_growth(g: Tensor) -> None:
+    """Raise if a state would grow: exponentials are defined for decays only."""
+    if g.is_meta or torch.compiler.is_compiling():
+        return
+    if bool((g > 0).any()):
+        raise ArgumentError(
+            expected="g of at most 0, the logarithm of a decay",
+            received=f"up to {float(g.max()):g}",
+            remedy="pass −exp(A) · softplus(a + b), as models of the gated delta rule do",
+        )
 
 
 def check_state(state: DeltaState, given: tuple[Any, ...], count: int) -> None:
@@ -263,4 +276,4 @@ def spans_in(v: Tensor, spans: Tensor | None) -> tuple[tuple[int, int], ...]:
     return whole_samples(v.select(-2, 0), spans).spans
 
 
-declare("delta_rule", register_formulas, native=False)
+declare("delta_rule", register_formulas)

@@ -1,15 +1,16 @@
 """The portable executor of delta_rule: chunks of 64 tokens of a sample, in plain torch operations.
 
 [Note: the order of the delta rule] A sample is cut into chunks of 64 at its own positions, counted from its first
-token, wherever a batch or a cache has these. S is the state at a chunk's start and c the sum of g from there, a chain.
-Row t of a chunk reads S and the rows before it:
+token, wherever a batch or a cache has these. S is the state at a chunk's start and c the sum of g from there: a chain
+in fp64, whose differences are rounded to fp32 before exp, since a long sum of strong decays would have no digits left
+in fp32. Row t of a chunk reads S and the rows before it:
 
     new_t = β_t (v_t − e^{c_t} · k_t S) − Σ_{j<t} β_t (k_t·k_j) e^{c_t − c_j} new_j
     o_t = e^{c_t} · q_t S + Σ_{j≤t} (q_t·k_j) e^{c_t − c_j} new_j
 
 and a full chunk leaves S' = e^{c_63} S + Σ_j (e^{c_63 − c_j} k_j) ⊗ new_j. Every sum is one chain of fused
 multiply-adds: over features from the first, over rows j from the first, on top of the term that is written before the
-sum. So a row needs S and the rows of its chunk (k, new, c) and nothing else: a token that is decoded has the bits of a
+sum. So a row needs S and the rows of its chunk (k, new, g) and nothing else: a token that is decoded has the bits of a
 prefill, for every cut of a sample into calls. There is no inverse of the chunk's matrix;
 docs/decisions/0022-delta-rule.md says why.
 
@@ -25,7 +26,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from isobit.errors import ArgumentError
 from isobit.ops.portable.elementary import exp_nonpositive
 from isobit.ops.portable.sums import multiply_add, round_once, widen
 
@@ -43,7 +43,7 @@ class Sizes:
 
     @property
     def fields(self) -> tuple[tuple[int, ...], ...]:
-        """The shapes of a sample's state, in the order in which they are packed: S, then the open chunk's k, new, c."""
+        """The shapes of a sample's state, in the order in which they are packed: S, then the open chunk's k, new, g."""
         return (
             (self.heads, self.key_size, self.value_size),
             (self.key_heads, CHUNK, self.key_size),
@@ -63,7 +63,7 @@ def sizes_of(q: Tensor, v: Tensor) -> Sizes:
 
 
 def unpack(packed: Tensor, sizes: Sizes) -> list[Tensor]:
-    """Return views of one sample's packed state: S [H, Dk, Dv], k [Hk, 64, Dk], new [H, 64, Dv], c [H, 64]."""
+    """Return views of one sample's packed state: S [H, Dk, Dv], k [Hk, 64, Dk], new [H, 64, Dv], g [H, 64]."""
     found, at = [], 0
     for shape in sizes.fields:
         count = torch.Size(shape).numel()
@@ -79,7 +79,15 @@ class Chunk:
     state: Tensor  # [H, Dk, Dv]
     keys: Tensor  # [H, n, Dk]
     new: Tensor  # [H, n, Dv]
-    decays: Tensor  # [H, n], c
+    logs: Tensor  # [H, n], g
+
+    @property
+    def decays(self) -> Tensor:
+        """The sums c of g from the chunk's start, [H, n] in fp64."""
+        found = self.logs.to(torch.float64, copy=True)
+        for row in range(1, found.shape[1]):
+            found[:, row] = found[:, row - 1] + found[:, row]
+        return found
 
 
 def delta_rule(
@@ -106,7 +114,6 @@ def delta_rule(
     """
     sizes = sizes_of(q, v)
     rows = heads_first(q, k, v, g, beta)
-    refuse_growth(g)
     o = torch.zeros_like(rows[2])
     after = o.new_empty(0, sizes.packed) if state is None else widen(state).clone()
     for index, (start, length) in enumerate(spans):
@@ -133,16 +140,6 @@ def heads_first(
     return q, k, v, g, beta
 
 
-def refuse_growth(g: Tensor) -> None:
-    """Raise if a state would grow: exponentials are defined for decays only."""
-    if bool((g > 0).any()):
-        raise ArgumentError(
-            expected="g of at most 0, the logarithm of a decay",
-            received=f"up to {float(g.max()):g}",
-            remedy="pass −exp(A) · softplus(a + b), as models of the gated delta rule do",
-        )
-
-
 def begin(sizes: Sizes, like: Tensor) -> Chunk:
     """Return the chunk of a sample that begins."""
     return Chunk(
@@ -155,18 +152,18 @@ def begin(sizes: Sizes, like: Tensor) -> Chunk:
 
 def read(packed: list[Tensor], filled: int, sizes: Sizes) -> Chunk:
     """Return the open chunk of a sample, of which `filled` rows are known."""
-    matrix, keys, new, decays = packed
+    matrix, keys, new, logs = packed
     repeats = sizes.heads // sizes.key_heads
     every = keys[:, :filled].repeat_interleave(repeats, 0)
-    return Chunk(matrix.clone(), every, new[:, :filled].clone(), decays[:, :filled].clone())
+    return Chunk(matrix.clone(), every, new[:, :filled].clone(), logs[:, :filled].clone())
 
 
 def write(packed: list[Tensor], chunk: Chunk, sizes: Sizes) -> None:
     """Write the open chunk of a sample; rows that are not known are zeros."""
-    matrix, keys, new, decays = packed
+    matrix, keys, new, logs = packed
     filled, repeats = chunk.new.shape[1], sizes.heads // sizes.key_heads
     matrix.copy_(chunk.state)
-    for field, value in ((keys, chunk.keys[::repeats]), (new, chunk.new), (decays, chunk.decays)):
+    for field, value in ((keys, chunk.keys[::repeats]), (new, chunk.new), (logs, chunk.logs)):
         field.zero_()
         field[:, :filled] = value
 
@@ -188,14 +185,12 @@ def forward_of_chunk(chunk: Chunk, rows: Sequence[Tensor]) -> tuple[Tensor, Chun
     """Return o [H, m, Dv] of m rows that are in one chunk, behind the n that are known, and all n + m rows of it."""
     q, k, v, g, beta = rows
     known, count = chunk.keys.shape[1], k.shape[1]
-    decays = torch.cat((chunk.decays, torch.empty_like(g)), 1)
-    for row in range(known, known + count):
-        last = decays[:, row - 1] if row else torch.zeros_like(g[:, 0])
-        decays[:, row] = last + g[:, row - known]
+    logs = torch.cat((chunk.logs, g), 1)
+    decays = Chunk(chunk.state, chunk.keys, chunk.new, logs).decays
     keys = torch.cat((chunk.keys, k), 1)
     now = decays[:, known:]
-    decay = exp_nonpositive(now)[..., None]  # [H, m, 1], from the chunk's start
-    between = pairwise(now, decays)  # [H, m, n + m], from row j to row t
+    decay = exp_of_sums(now, g)[..., None]  # [H, m, 1], from the chunk's start
+    between = pairwise(now, decays, g)  # [H, m, n + m], from row j to row t
     along = dots(k, keys)
     # Known rows come first: their part of each chain is complete before new rows are.
     new = torch.cat((chunk.new, beta[..., None] * (v - decay * products(k, chunk.state))), 1)
@@ -211,22 +206,28 @@ def forward_of_chunk(chunk: Chunk, rows: Sequence[Tensor]) -> tuple[Tensor, Chun
         first = max(j, known) - known
         here = weights[:, first:, j, None]
         o[:, first:] = multiply_add(here, new[:, j, None], o[:, first:])
-    return o, Chunk(chunk.state, keys, new, decays)
+    return o, Chunk(chunk.state, keys, new, logs)
 
 
 def close(chunk: Chunk) -> Chunk:
-    """Return the chunk after a full one, with the state that this one leaves."""
-    last = chunk.decays[:, -1:]
-    keys = chunk.keys * exp_nonpositive(last - chunk.decays)[..., None]
-    state = chunk.state * exp_nonpositive(last)[..., None]
-    for j in range(CHUNK):
+    """Return the chunk after this one, which is full, with the state that it leaves."""
+    decays = chunk.decays
+    last = decays[:, -1:]
+    keys = chunk.keys * exp_of_sums(last - decays, chunk.keys)[..., None]
+    state = chunk.state * exp_of_sums(last, chunk.keys)[..., None]
+    for j in range(keys.shape[1]):
         state = multiply_add(keys[:, j, :, None], chunk.new[:, j, None, :], state)
-    return Chunk(state, chunk.keys[:, :0], chunk.new[:, :0], chunk.decays[:, :0])
+    return Chunk(state, chunk.keys[:, :0], chunk.new[:, :0], chunk.logs[:, :0])
 
 
-def pairwise(now: Tensor, decays: Tensor) -> Tensor:
+def exp_of_sums(sums: Tensor, like: Tensor) -> Tensor:
+    """Return e^c of sums in fp64, rounded to the dtype of `like` first."""
+    return exp_nonpositive(sums.to(like.dtype))
+
+
+def pairwise(now: Tensor, decays: Tensor, like: Tensor) -> Tensor:
     """Return e^{c_t − c_j} [H, m, n] for rows t against rows j; of rows j behind t, which none reads, 1."""
-    return exp_nonpositive((now[..., None] - decays[:, None, :]).clamp(max=0.0))
+    return exp_of_sums((now[..., None] - decays[:, None, :]).clamp(max=0.0), like)
 
 
 def dots(left: Tensor, right: Tensor) -> Tensor:
@@ -317,15 +318,15 @@ def backward_of_chunk(
     """
     q, k, v, _, beta = rows
     state, new, decays, count = chunk.state, chunk.new, chunk.decays, q.shape[1]
-    decay, between = exp_nonpositive(decays), pairwise(decays, decays)
+    decay, between = exp_of_sums(decays, q), pairwise(decays, decays, q)
     along, across = dots(k, k), dots(q, k)
     weights, factors = across * between, beta[..., None] * along * between
     reads, asks = products(k, state), products(q, state)
 
     # The gradient of new, from the last row: through o, through later rows, and through the state that is left.
-    dnew, left = torch.zeros_like(new), torch.zeros_like(decays)
+    dnew, left = torch.zeros_like(new), torch.zeros_like(beta)
     if later is not None:
-        remaining = exp_nonpositive(decays[:, -1:] - decays)
+        remaining = exp_of_sums(decays[:, -1:] - decays, q)
         taken = products(k, later)
         dnew = remaining[..., None] * taken
         left = remaining * row_dots(taken, new)
@@ -354,28 +355,24 @@ def backward_of_chunk(
     scale = -(beta * decay)[..., None]
     dk = multiply_add(scale, products(dnew, state.transpose(1, 2)), dk)
     both = by_k + by_k.transpose(1, 2)
-    dc = decay * (row_dots(upstream, asks) - beta * row_dots(dnew, reads))
+    at_start = decay * (row_dots(upstream, asks) - beta * row_dots(dnew, reads))
     for j in range(count):
         dbeta[:, j + 1 :] = dbeta[:, j + 1 :] - shares[:, j + 1 :, j]
         dq[:, j:] = multiply_add(by_q[:, j:, j, None], k[:, j, None], dq[:, j:])
         dk = multiply_add(-both[:, :, j, None], k[:, j, None], dk)
-        dc[:, j + 1 :] = dc[:, j + 1 :] + pairs[:, j + 1 :, j]
     for t in range(count):
         dk[:, : t + 1] = multiply_add(by_q[:, t, : t + 1, None], q[:, t, None], dk[:, : t + 1])
-        dc[:, :t] = dc[:, :t] - pairs[:, t, :t]
+    dg = backward_of_decays(at_start, pairs)
     if later is not None:
-        dc = dc - left
-        total = torch.zeros_like(left[:, 0])
-        for t in range(count):
-            total = total + left[:, t]
         held = row_dots(later, state)  # [H, Dk]
-        whole = torch.zeros_like(total)
+        whole = torch.zeros_like(held[:, 0])
         for d in range(held.shape[1]):
             whole = whole + held[:, d]
-        dc[:, -1] = dc[:, -1] + (total + decay[:, -1] * whole)
-    dg = dc.clone()
-    for t in reversed(range(count - 1)):
-        dg[:, t] = dc[:, t] + dg[:, t + 1]
+        whole = decay[:, -1] * whole
+        total = torch.zeros_like(whole)
+        for t in range(count):
+            dg[:, t] = dg[:, t] + (total + whole)
+            total = total + left[:, t]
 
     earlier = torch.zeros_like(state)
     if later is not None:
@@ -385,3 +382,20 @@ def backward_of_chunk(
         earlier = multiply_add(q[:, t, :, None], sent[:, t, None, :], earlier)
         earlier = multiply_add(k[:, t, :, None], wrong[:, t, None, :], earlier)
     return (dq, dk, dv, dg, dbeta), earlier
+
+
+def backward_of_decays(at_start: Tensor, pairs: Tensor) -> Tensor:
+    """Return dg [H, m] of the terms with e^{c_t}, whose derivatives are `at_start`, and with e^{c_s − c_j}, `pairs`.
+
+    g_t is in c_s for s ≥ t and in c_s − c_j for s ≥ t > j. Only these are added: sums of dc would have to cancel the
+    others.
+    """
+    count = at_start.shape[1]
+    dg, across, since = at_start.clone(), torch.zeros_like(at_start), torch.zeros_like(pairs)
+    for t in range(1, count):
+        since[..., t] = since[..., t - 1] + pairs[..., t - 1]  # [H, s, t]: the sum over j < t
+    for s in reversed(range(count)):
+        across[:, : s + 1] = across[:, : s + 1] + since[:, s, : s + 1]
+    for t in reversed(range(count - 1)):
+        dg[:, t] = at_start[:, t] + dg[:, t + 1]
+    return dg + across

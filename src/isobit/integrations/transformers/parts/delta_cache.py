@@ -11,6 +11,7 @@ from torch import Tensor
 from isobit.integrations.transformers.package import library
 from isobit.ops.delta_rule.op import DeltaState, delta_rule
 from isobit.ops.delta_rule.portable import CHUNK
+from isobit.ops.share import accumulation_dtype
 from isobit.order.samples import Samples
 
 
@@ -30,7 +31,10 @@ class Carried:
         if self.state is not None:
             return
         sizes = (module.num_k_heads, module.num_v_heads, module.head_k_dim, module.head_v_dim)
-        self.state, self.batch_size = DeltaState(len(x), *sizes), len(x)
+        self.state, self.batch_size = (
+            DeltaState(len(x), *sizes, accumulation_dtype(x.dtype)),
+            len(x),
+        )
         weight = module.conv1d.weight
         empty = x.new_zeros(weight.shape[-1] - 1, len(weight))
         self.rows, self.taps = [empty] * len(x), weight.shape[-1]

@@ -19,6 +19,7 @@ from isobit.integrations.transformers.refusals import refuse
 from isobit.ops.causal_conv.op import causal_conv
 from isobit.ops.delta_rule.gates import decay_gate, sigmoid_gate
 from isobit.ops.delta_rule.op import delta_rule
+from isobit.ops.portable.sums import widen
 from isobit.ops.rms_norm.op import rms_norm
 from isobit.ops.silu.op import silu
 from isobit.ops.swiglu.op import swiglu
@@ -44,11 +45,11 @@ def forward_delta_net(
     q, k = (heads_of(t, module.head_k_dim) for t in (q, k))
     size = module.head_k_dim
     q, k = unit(q, size**-0.5, samples), unit(k, 1.0, samples)
-    beta = sigmoid_gate(b).float()
+    beta = widen(sigmoid_gate(b))
     if module.A_log.dtype == torch.float32:  # which checkpoints may keep where the rest has 16 bits
         a = a.float()
     g = decay_gate(a, module.A_log, module.dt_bias, samples=samples)
-    given = (q, k, heads_of(v, module.head_v_dim).float(), g, beta)
+    given = (q, k, widen(heads_of(v, module.head_v_dim)), g, beta)
     o = delta_rule(*given, samples=samples) if held is None else held.advance(given, mixed, samples)
     normed = module.norm(o.to(hidden_states.dtype), z)
     return module.out_proj(normed.reshape(*hidden_states.shape[:2], -1))  # type: ignore[no-any-return]
@@ -71,9 +72,9 @@ def heads_of(x: Tensor, size: int) -> Tensor:
 
 def unit(x: Tensor, scale: float, samples: Samples | None) -> Tensor:
     """Return x / sqrt(Σ x² + eps) · scale of each head in fp32: RMSNorm with eps and the weight for a mean."""
-    size = x.shape[-1]
-    weight = torch.full((size,), size**-0.5 * scale, device=x.device)
-    return rms_norm(x.float(), weight, UNIT_EPS / size, samples=samples, heads=True)
+    size, wide = x.shape[-1], widen(x)
+    weight = torch.full((size,), size**-0.5 * scale, dtype=wide.dtype, device=x.device)
+    return rms_norm(wide, weight, UNIT_EPS / size, samples=samples, heads=True)
 
 
 def carried(cache: Any, module: Any, x: Tensor, samples: Samples | None) -> Carried:

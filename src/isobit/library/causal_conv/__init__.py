@@ -1,0 +1,1 @@
+"""Contract of isobit.causal_conv."""

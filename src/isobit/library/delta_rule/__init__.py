@@ -1,0 +1,1 @@
+"""Contract of isobit.delta_rule."""
