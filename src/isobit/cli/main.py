@@ -28,7 +28,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "families": "list the model types that isobit.enable takes, and what others lack",
         "audit": "name the operators that make a model depend on the batch",
         "reveal": "show the order in which a kernel adds, per configuration",
-        "compare": "compare checkpoints, dumps, runs, rollouts or a server's answers",
+        "compare": "compare checkpoints, dumps, runs, rollouts, scores or a server's answers",
         "profile": "show where a step's time goes, from traces of torch.profiler",
     },
     "prove what kernels, models and training runs compute": {
@@ -54,6 +54,7 @@ SUBCOMMANDS: dict[str, dict[str, str]] = {
         "dumps": "compare the tensors that two runs dumped, and name the first difference",
         "runs": "run a training script twice and name the first difference and its cause",
         "rollouts": "compare a rollout's log-probabilities with a trainer's, and name what differs",
+        "scores": "test whether a model is better than another on the items of an evaluation",
         "server": "check whether a server's log-probabilities depend on what else it does",
     },
     "contract": {

@@ -6,4 +6,5 @@ from isobit.comparing.derived.pruned import check_pruned as check_pruned
 from isobit.comparing.derived.quantised import check_quantised as check_quantised
 from isobit.comparing.dumps.compare import compare_dumps as compare_dumps
 from isobit.comparing.runs.run import run_twice as run_twice
+from isobit.comparing.scores import compare_scores as compare_scores
 from isobit.comparing.server.running import audit_server as audit_server

@@ -1,5 +1,7 @@
 from isobit.integrations.transformers.adapters import merged_copy as merged_copy
 from isobit.integrations.transformers.coverage import Coverage as Coverage
+from isobit.integrations.transformers.distilling import distil as distil
+from isobit.integrations.transformers.distilling import most_likely as most_likely
 from isobit.integrations.transformers.enabling import disable as disable
 from isobit.integrations.transformers.enabling import enable as enable
 from isobit.integrations.transformers.enabling import enabled as enabled

@@ -187,6 +187,7 @@ ELSEWHERE = {
     "tree-collective-v1": "collectives move bytes between ranks and add on the CPU",
     "audit-v1": MODULES,
     "gradient-accumulation-v1": PARTIAL,
+    "knowledge-distillation-kernel-v1": "the loss of distillation has no Triton executor, and a GPU's tensors raise",
     "kv-cache-kernel-v1": "caches of keys have no Triton executor",
     "causal-conv-v1": "linear attention has no Triton executor",
     "delta-rule-v1": "linear attention has no Triton executor",
