@@ -47,6 +47,11 @@ def zeros():
 def half():
     return make().half()
 
+def with_lora():
+    import peft
+    lora = peft.LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.2, init_lora_weights=False)
+    return peft.get_peft_model(make(), lora)
+
 def frozen():
     return make().requires_grad_(False)
 
@@ -172,6 +177,16 @@ def test_a_factory_of_a_file_is_judged(factories, capsys, name):
     ]
     assert main([*words, "--no-stock", "--dtype", "bf16"]) == 0
     assert "bfloat16, 12 of 12 parameters with gradients: kept" in capsys.readouterr().out
+
+
+def test_adapters_with_dropout_are_judged_in_training(factories, capsys):
+    inputs = factories.with_name("samples.jsonl")
+    inputs.write_text('{"input_ids": [1, 2, 3, 4]}\n{"input_ids": [5, 6, 7]}\n')
+    words = ["--model", f"{factories}:with_lora", "--inputs", str(inputs), "--pad", "0", "-q"]
+    assert main(["gate", "model", *words, "--no-stock"]) == 0
+    assert (
+        "14 of 14 parameters with gradients (12 more are frozen): kept" in capsys.readouterr().out
+    )
 
 
 REFUSED = {

@@ -168,3 +168,14 @@ def test_replaced_modules_of_an_adapter_are_named(child):
         getattr(layer, child)["default"] = Tripled(old.in_features, old.out_features, bias=False)
     with torch.no_grad(), pytest.raises(UnsupportedError, match=r"k_proj\.default"):
         model(SAMPLES[0])
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_layer_that_is_shared_by_two_places_is_named(strict):
+    """PEFT wraps one of the places; the other would call the layer as it is."""
+    base = plain()
+    first, second = (layer.self_attn for layer in base.model.layers)
+    second.q_proj = first.q_proj
+    model = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    with pytest.raises(UnsupportedError, match=r"layers\.1\.self_attn\.q_proj, which is inside"):
+        isobit.enable(model, strict=strict)

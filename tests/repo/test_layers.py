@@ -33,7 +33,7 @@ LAYERS = {
     "parallel": "foundation order ops optim",
     "guards": "foundation parallel report simulator",
     "integrations": "foundation order ops nn parallel guards sampling comparing",
-    "gates": "foundation order ops nn optim parallel guards integrations simulator comparing report",
+    "gates": "foundation order ops nn optim sampling parallel guards integrations simulator comparing report",
     "contracts": "foundation order reveal report",
     "certifying": "foundation order reveal report",
     "auditing": "foundation order reveal ops parallel integrations simulator comparing report",

@@ -16,6 +16,7 @@ from isobit.integrations.transformers.package import library
 from isobit.integrations.transformers.scoring import logprobs
 from isobit.ops.log_softmax.op import log_softmax
 from isobit.ops.logprob.op import IGNORED
+from isobit.sampling.dropout import dropout_key
 
 # The samples of the batch-layout gate, and the batches that contain them.
 
@@ -144,13 +145,14 @@ class IsobitScorer:
 
     def loss(self, batch: Batch) -> Tensor:
         """Compute the loss by the model with labels."""
-        found = self.model(
-            batch.ids,
-            attention_mask=batch.mask,
-            position_ids=batch.positions if batch.packed else None,
-            labels=batch.labels(),
-            use_cache=False,
-        )
+        with dropout_key(seed=0, step=0):  # every layout is the same step of the same samples
+            found = self.model(
+                batch.ids,
+                attention_mask=batch.mask,
+                position_ids=batch.positions if batch.packed else None,
+                labels=batch.labels(),
+                use_cache=False,
+            )
         return found.loss  # type: ignore[no-any-return]
 
     def of_logits(self, logits: Tensor, tokens: Tensor) -> Tensor:

@@ -107,7 +107,9 @@ def vocabulary_of(model: Any) -> int:
         raise ArgumentError(
             expected="parameters that require a gradient",
             received="a model whose parameters are all frozen",
-            remedy="call model.requires_grad_(True): gradients are compared, too",
+            remedy="gradients are compared, too: pass a function that returns the model, --model my_models.py:make, "
+            "and call model.requires_grad_(True) there; PeftModel.from_pretrained freezes adapters without "
+            "is_trainable=True",
         )
     kinds = {str(p.dtype).removeprefix("torch.") for p in model.parameters()}
     if other := sorted(kinds - {"float32", "bfloat16"}):

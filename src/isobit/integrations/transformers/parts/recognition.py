@@ -173,6 +173,8 @@ def make_plan(model: nn.Module, outer: Outer, adapters: str = lora.MODES[0]) -> 
         plan.inside |= {getattr(module, child) for child in part.inside}
         plan.dropouts += [(module, key) for key in dropouts_of(module, part)]
     plan.inside |= of_lora
+    if of_lora:
+        check_inside(plan, of_lora)
     if unknown is not None:
         raise unknown
     join_siblings(plan)
@@ -202,6 +204,18 @@ def find_lora(name: str, module: Any, head: Head | None) -> Part:
     digest = digest_of_class(type(module))
     where, shipped = f"source of {LORA.get(digest, 'PEFT')}", digest in LORA
     return Part("LoRA", lora.forward_lora, (), where, shipped)
+
+
+def check_inside(plan: Plan, of_lora: set[nn.Module]) -> None:
+    """Raise if a layer that PEFT wrapped is also called without its wrapper: nothing would compute it there."""
+    wrappers = tuple(f"{plan.names[m]}." for m, part in plan.parts.items() if part.name == "LoRA")
+    for name, module in plan.model.named_modules(remove_duplicate=False):
+        if module in of_lora and not name.startswith(wrappers):
+            refuse(
+                "layers with LoRA that each belong to one place of the model",
+                f"{name}, which is inside of the adapter of {plan.names[module].rpartition('.')[0]}, too",
+                "give each place a layer of its own, copy.deepcopy(layer), before the adapters are added",
+            )
 
 
 def check_logits(module: nn.Module) -> None:
