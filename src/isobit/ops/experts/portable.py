@@ -34,7 +34,7 @@ def score_logits(logits: Tensor, score: str) -> Tensor:
     """Return the scores [T, E] by which experts are chosen, in the dtype of arithmetic."""
     wide = widen(logits)
     if score == "softmax":
-        return portable_softmax(wide)
+        return portable_softmax(wide)  # type: ignore[no-any-return]
     return sigmoid(wide)[0] if score == "sigmoid" else wide
 
 
