@@ -20,6 +20,7 @@ TABLES = [
     "ROUTERS",
     "EXPERTS",
     "MIXTURES",
+    "LATENT_ATTENTIONS",
     "COMPOSITES",
     "HEADS",
     "SCORING_HEADS",
