@@ -84,6 +84,22 @@ TYPES = {
     "olmoe": MIXTURE,
     "qwen2_moe": {**MIXTURE, "shared_expert_intermediate_size": 40},
     "glm4_moe": {**MIXTURE, **SHARED, "use_qk_norm": True},
+    "deepseek_v3": {
+        **MIXTURE,
+        **SHARED,
+        "head_dim": 8,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 20,
+    },
+    "gpt_oss": {
+        **MIXTURE,
+        **BOTH,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
     "stablelm": {"partial_rotary_factor": 0.5, "hidden_dropout": 0.0},
 }
 # Linear attention in the first layer, softmax attention in the second; dense.

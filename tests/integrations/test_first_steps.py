@@ -57,9 +57,7 @@ def test_unknown_parts_are_named_as_such():
         "Qwen3ForQuestionAnswering": transformers.Qwen3ForQuestionAnswering(
             transformers.Qwen3Config(**sizes, head_dim=16)
         ),
-        "MixtralSparseMoeBlock": transformers.MixtralForCausalLM(
-            transformers.MixtralConfig(**sizes, head_dim=16)
-        ),
+        "GraniteMoe": transformers.GraniteMoeForCausalLM(transformers.GraniteMoeConfig(**sizes)),
         "Linear": nn.Linear(2, 2),
     }
     for name, other in others.items():

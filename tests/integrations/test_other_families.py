@@ -9,11 +9,9 @@ from isobit.errors import UnsupportedError
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 FAMILIES = {
     "Cohere": {"pad_token_id": 0},
-    "Qwen3Moe": EXPERTS,
-    "Mixtral": {"num_local_experts": 4},
+    "GraniteMoe": {"num_local_experts": 4},
 }
 
 

@@ -48,6 +48,18 @@ def lm_head() -> Iterator[Call]:
     yield "a scalar", (torch.tensor(1.0), weight), {}
 
 
+def route() -> Iterator[Call]:
+    """Yield calls of isobit.route."""
+    logits = torch.zeros(3, 8)
+    yield "more experts than there are", (logits, 9), {}
+    yield "no experts", (logits, 0), {}
+    yield "a score that is not known", (logits, 2), {"score": "tanh"}
+    yield "groups that do not divide the experts", (logits, 2), {"groups": 3}
+    yield "more experts than the best groups have", (logits, 3), {"groups": 4, "top_groups": 1}
+    yield "a bias of other experts", (logits, 2), {"bias": torch.zeros(7)}
+    yield "integers", (logits.int(), 2), {}
+
+
 def select_rows() -> Iterator[Call]:
     """Yield calls of isobit.select_rows."""
     x, rows = torch.ones(2, 3, 4), torch.tensor([0, 5])

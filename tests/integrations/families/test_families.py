@@ -31,7 +31,7 @@ def test_one_value_in_every_layout_and_stocks_function(kind):
 
 
 def test_the_types_of_the_table():
-    assert len(TYPES) >= 28
+    assert len(TYPES) >= 30
 
 
 @pytest.mark.full

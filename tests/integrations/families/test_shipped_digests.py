@@ -22,6 +22,7 @@ TABLES = [
     "ROUTERS",
     "EXPERTS",
     "MIXTURES",
+    "LATENT_ATTENTIONS",
     "COMPOSITES",
     "HEADS",
     "SCORING_HEADS",

@@ -183,6 +183,7 @@ PLANS: dict[str, Plan] = {
 }
 
 ELSEWHERE = {
+    "mixture-of-experts-v1": "its operators have no Triton executor, and raise an error with their names",
     "select-rows-v1": "it copies rows and adds nothing; tests/gpu compares its kernel with the portable executor",
     "tree-collective-v1": "collectives move bytes between ranks and add on the CPU",
     "audit-v1": MODULES,

@@ -34,7 +34,7 @@ def score_logits(logits: Tensor, score: str) -> Tensor:
     """Return the scores [T, E] by which experts are chosen, in the dtype of arithmetic."""
     wide = widen(logits)
     if score == "softmax":
-        return portable_softmax(wide)
+        return portable_softmax(wide)  # type: ignore[no-any-return]
     return sigmoid(wide)[0] if score == "sigmoid" else wide
 
 
@@ -133,7 +133,12 @@ def route_backward(
 
 
 def sum_experts(
-    rows: Tensor, weights: Tensor | None, experts: Tensor, places: Tensor, count: int
+    rows: Tensor,
+    weights: Tensor | None,
+    experts: Tensor,
+    places: Tensor,
+    count: int,
+    segments: int,
 ) -> Tensor:
     """Return [segments, T, n]: the partial sums over each segment of experts, in the dtype of arithmetic.
 
@@ -143,8 +148,8 @@ def sum_experts(
         experts: The expert of each slot, [T, k].
         places: The row of each slot, [T, k]; -1 for none.
         count: The number of experts.
+        segments: Into how many segments these experts are cut.
     """
-    segments = segments_of(count)
     order = experts.argsort(dim=1, stable=True)
     places, owners = places.gather(1, order), experts.gather(1, order) // (count // segments)
     scales = None if weights is None else widen(weights).gather(1, order)
@@ -165,11 +170,11 @@ def combine(
     rows: Tensor, weights: Tensor | None, experts: Tensor, places: Tensor, count: int
 ) -> Tensor:
     """Return [T, n]: each token's rows times their weights, added by ascending expert and rounded once."""
-    y = rows.new_empty(len(experts), rows.shape[1])
+    y, segments = rows.new_empty(len(experts), rows.shape[1]), segments_of(count)
     for start in range(0, len(experts), ROWS_AT_ONCE):
         part = slice(start, start + ROWS_AT_ONCE)
         scales = None if weights is None else weights[part]
-        totals = sum_experts(rows, scales, experts[part], places[part], count)
+        totals = sum_experts(rows, scales, experts[part], places[part], count, segments)
         y[part] = round_once(merge(list(totals.unbind(0)), torch.add), rows.dtype)
     return y
 

@@ -12,14 +12,15 @@ from isobit.integrations.transformers.layout import LAYOUT, Layout, current_layo
 from isobit.integrations.transformers.package import library
 from isobit.integrations.transformers.parts.activations import refuse_dropout
 from isobit.integrations.transformers.parts.masks import Seen, read_mask
+from isobit.integrations.transformers.parts.sinks import attend_with_sinks
 from isobit.ops.arguments import cast_for_autocast
-from isobit.ops.attention.op import attention_in
+from isobit.ops.attention.op import attention_in, check_attention, check_scale, check_window
+from isobit.ops.attention.portable import Mask
 
 ATTENTION = "isobit"  # our name in transformers' registries of attention and mask functions
 # Keywords of attention functions that change what is computed, by what they are.
 OTHERS = {
     "softcap": "a soft cap of the scores",
-    "s_aux": "attention sinks",
     "position_bias": "a bias of the scores by position",
 }
 
@@ -57,6 +58,13 @@ def attend(
     check_others(module, inputs)
     # Under autocast a norm of heads gives fp32, while values have the product's dtype.
     query, key, value = cast_for_autocast(query, key, value)
+    sinks = inputs.get("s_aux")
+    if sinks is not None:
+        q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+        check_attention(q, k, v)
+        mask = Mask(check_scale(scaling, q.shape[-1]), True, check_window(window, True))
+        rows = layout.row_samples()
+        return attend_with_sinks(layout.places(q, k), q, k, v, sinks, mask, rows), None
     mixed = attention_in(
         layout.places,
         query.transpose(1, 2),

@@ -21,6 +21,7 @@ NORMS: dict[str, tuple[str, NormFormula]] = {
 ROTARY_EMBEDDINGS: dict[str, str] = {
     "fdf4680dfba67887": "llama.LlamaRotaryEmbedding",
     "4f7632eb56738bce": "olmo2.Olmo2RotaryEmbedding",
+    "ce2243f886fc92d9": "gpt_oss.GptOssRotaryEmbedding",
     "d6679696f0a16fc4": "olmo3.Olmo3RotaryEmbedding",
     "aa5f8d996efa89a2": "gemma3.Gemma3RotaryEmbedding",
     "e118428e1ef404ef": "qwen3_5.Qwen3_5TextRotaryEmbedding",
@@ -32,6 +33,7 @@ ROTATIONS: dict[str, tuple[str, str]] = {
     "b3e09a3de538b0f7": ("phi3.apply_rotary_pos_emb", "halves"),
     "383c187ffbb093be": ("qwen3_next.apply_rotary_pos_emb", "halves"),
     "74c9980384bea297": ("glm.apply_rotary_pos_emb", "pairs"),
+    "4e38282fb48bafc4": ("gpt_oss.apply_rotary_pos_emb", "halves"),
     "92767ed84b5c69a8": ("ernie4_5.apply_rotary_pos_emb", "pairs"),
     "b907dfdd7ce839a2": ("helium.apply_rotary_pos_emb", "pairs"),
 }
@@ -48,6 +50,8 @@ DELTA_NETS: dict[str, str] = {
 EMBEDDINGS: dict[str, tuple[str, str]] = {
     "40d585f5fccf16ce": ("gemma.GemmaTextScaledWordEmbedding", "embed_scale"),
 }
+# Attention whose keys and values are expanded from a latent row (latent_attention.py).
+LATENT_ATTENTIONS: dict[str, str] = {"4a178b5193fc71ea": "deepseek_v3.DeepseekV3Attention"}
 # down(act(gate(x)) · up(x)): gate and up as separate layers, or packed into one.
 GATED_MLPS: dict[str, tuple[str, str]] = {
     "c667e32817f752bd": ("llama.LlamaMLP", "separate"),
@@ -127,6 +131,10 @@ COMPOSITES: dict[str, str] = {
     "2ef642aabd1fcbf8": "olmoe.OlmoeAttention",
     "8d98e5d5c0640f01": "qwen2_moe.Qwen2MoeModel",
     "5dd5630d4a4f486b": "glm4_moe.Glm4MoeAttention",
+    "6132bcf5a395a09d": "gpt_oss.GptOssModel",
+    "51e54383f3b77e48": "gpt_oss.GptOssDecoderLayer",
+    "1400bf10aa71bbac": "gpt_oss.GptOssAttention",
+    "6cf319c1755af126": "gpt_oss.GptOssMLP",
 }
 # Heads (heads.py).
 HEADS: dict[str, tuple[str, str]] = {

@@ -23,6 +23,7 @@ from isobit.integrations.transformers.parts import (
     embedding,
     experts,
     gated_mlp,
+    latent_attention,
     linear,
     lora,
     norms,
@@ -36,6 +37,7 @@ from isobit.integrations.transformers.parts.digests import (
     EXPERTS,
     GATED_MLPS,
     GATED_NORMS,
+    LATENT_ATTENTIONS,
     LORA,
     MIXTURES,
     NORMS,
@@ -324,7 +326,7 @@ def find_by_digest(name: str, module: Any, digest: str) -> Part | None:
 
 
 def find_mixture(module: Any, digest: str) -> Part | None:
-    """Recognise routers, experts and blocks of a mixture of experts."""
+    """Recognise routers, experts and blocks of a mixture of experts, and attention over latent rows."""
     if digest in ROUTERS:
         path, how = ROUTERS[digest]
         return Part("router", experts.forward_router, (how,), f"source of {path}")
@@ -334,6 +336,9 @@ def find_mixture(module: Any, digest: str) -> Part | None:
             return Part("experts", experts.forward_clamped_experts, (), f"source of {path}")
         inside = ("act_fn",) if activations.kind_of_activation(module.act_fn) == "silu" else ()
         return Part("experts", experts.forward_experts, (), f"source of {path}", inside=inside)
+    if digest in LATENT_ATTENTIONS:
+        where = f"source of {LATENT_ATTENTIONS[digest]}"
+        return Part("attention", latent_attention.forward_latent, (), where)
     if digest in MIXTURES:
         path, form = MIXTURES[digest]
         forwards = {
