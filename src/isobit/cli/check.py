@@ -26,7 +26,7 @@ from isobit.foundation import files
 from isobit.foundation.plain_text import one_line
 from isobit.foundation.records import ClaimRecord, ContractStatus, Section
 from isobit.foundation.trusted_folder import serve_folder
-from isobit.library.any_kernel.signatures import LIKE
+from isobit.library.any_kernel.signatures import CONTRACT_OF, LIKE, TOOLS
 
 TARGET = "sm_90"
 CONFIGURATIONS = 8
@@ -39,14 +39,16 @@ def add_parser(commands: Any) -> None:
         description="Judge a function that computes a known operator: rows do not depend on their batch, storage and "
         "threads change nothing, output and gradients are within the error of any order of addition. isobit's own "
         "bits are not required. Exit 0: all kept; 1: something is broken; 2: it could not be called.",
-        epilog="called as: " + "; ".join(LIKE.values()),
+        epilog="called as: " + "; ".join([*LIKE.values(), *TOOLS.values()]),
     )
     parser.add_argument(
         "code",
         metavar="CODE",
         help="package.module:name or FILE.py:name, of a function or module; it is imported, also from here",
     )
-    parser.add_argument("--like", required=True, choices=sorted(LIKE), help="what it computes")
+    parser.add_argument(
+        "--like", required=True, choices=sorted([*LIKE, *TOOLS]), help="what it computes"
+    )
     parser.add_argument(
         "--dtype",
         action="append",
@@ -132,7 +134,9 @@ def named_sizes(text: str) -> tuple[str, tuple[int, ...]]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Judge the claims of an operator on the named function."""
+    """Judge the claims of an operator on the named function, or those of a tool's contract."""
+    if arguments.like in TOOLS:
+        return run_tool(arguments)
     from isobit.library.any_kernel.kernel_call import only_used, sizes_in_words
     from isobit.library.any_kernel.kernel_judging import (
         LEVEL,
@@ -190,6 +194,42 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         left = len(contract.claims) if first.verdict != "kept" else 0
         show(status, arguments, judgement, left, len(whole.claims) - len(contract.claims))
+    return exit_code([record.verdict for record in records])
+
+
+def run_tool(arguments: argparse.Namespace) -> int:
+    """Judge a tool of post-training by the contract of its kind."""
+    from isobit.contracts.language.load import load_contract
+    from isobit.contracts.store.tree import library
+    from isobit.library.any_kernel.kernel_judging import LEVEL, names_of_claims, status_of
+
+    if arguments.like == "tokenizer" and arguments.code.endswith(".json"):
+        file = Path(arguments.code).resolve()
+        if not file.is_file():
+            raise ArgumentError(
+                expected="a tokenizer.json", received=arguments.code, remedy="name the file"
+            )
+        code, folder = f"isobit.library.post_training.tokenizing:of_file(path={str(file)!r})", ""
+    else:
+        code, folder = found_code(arguments.code)
+        code = with_keywords(code, arguments.named)
+    package = code.partition(".")[0].partition(":")[0]
+    options = Options(trusted=(package, *arguments.trust), level=LEVEL, subject=code, device="cpu")
+    file = library() / "post_training" / f"{CONTRACT_OF[arguments.like]}.contract.yaml"
+    whole = load_contract(file)
+    wanted = names_of_claims(whole, arguments.claims)
+    contract = replace(whole, claims=tuple(c for c in whole.claims if c.id in wanted))
+    with Steps("claims", len(wanted), arguments.quiet, every=SELDOM) as steps:
+        records = tuple(judged(contract, options, steps))
+    records = tuple(
+        replace(record, replay=replay_of(record, "cpu", TARGET, folder)) for record in records
+    )
+    status = status_of(contract, arguments.code, records)
+    if arguments.json:
+        provenance = provenance_of(arguments, [contract.id, repr(records)])
+        say_json({"provenance": provenance, "tool": arguments.code, "contract": status})
+    else:
+        show(status, arguments, {}, 0, len(whole.claims) - len(contract.claims))
     return exit_code([record.verdict for record in records])
 
 

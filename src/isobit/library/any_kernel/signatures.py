@@ -18,3 +18,18 @@ LIKE = {
     "softmax": "softmax(x), over the last axis",
     "swiglu": "swiglu(gate, up)",
 }
+
+# Tools of post-training, each with the contract that judges it, in library/post_training.
+TOOLS = {
+    "merge": "merge(base, a, b, method=, weight=, density=, t=, name=), methods linear, slerp, task_arithmetic, ties, "
+    "dare_linear",
+    "prune": "prune(weight, sparsity)",
+    "quantize": "quantize(x), codes, scale and zero of four bits in groups of 16",
+    "tokenizer": "a tokenizer.json, or a function that returns a tokenizer",
+}
+CONTRACT_OF = {
+    "merge": "merging",
+    "prune": "pruning",
+    "quantize": "quantising",
+    "tokenizer": "tokenizing",
+}

@@ -1,0 +1,78 @@
+"""Theorem: `isobit check --like prune|quantize|merge|tokenizer` keeps right tools and names what wrong ones break."""
+
+import json
+
+import pytest
+
+from isobit.cli import main
+
+TOOLS = """
+import torch
+from isobit.library.post_training.merging import lerp_for_slerp as merge_linearly
+from isobit.library.post_training.quantising import quantize as right_quantize, zero_off_by_one
+
+def matches_nothing(weight, sparsity):
+    return weight.clone()
+
+def by_torch(weight, sparsity):
+    from torch.nn.utils import prune
+    layer = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
+    layer.weight.data = weight.contiguous().clone()
+    prune.l1_unstructured(layer, "weight", float(sparsity))
+    return layer.weight.detach()
+"""
+
+
+def claims_of(capsys, monkeypatch, tmp_path, code, like):
+    module = "tools_" + "".join(filter(str.isalnum, str(tmp_path)))  # imported once per process
+    (tmp_path / f"{module}.py").write_text(TOOLS)
+    monkeypatch.chdir(tmp_path)
+    code = code.replace("tools_here", module)
+    exit_code = main.main(["check", code, "--like", like, "--quiet", "--json"])
+    record = json.loads(capsys.readouterr().out)["contract"]
+    assert all(
+        p["caught"] for c in record["claims"] for p in c["planted"] if c["verdict"] == "kept"
+    )
+    return exit_code, {c["claim"]: c["verdict"] for c in record["claims"]}
+
+
+@pytest.mark.parametrize(
+    ("code", "like", "broken"),
+    [
+        ("tools_here.py:matches_nothing", "prune", {"exact-count"}),
+        ("tools_here.py:by_torch", "prune", set()),
+        ("tools_here.py:right_quantize", "quantize", set()),
+        ("tools_here.py:zero_off_by_one", "quantize", {"half-a-step", "zero-is-exact"}),
+        ("tools_here.py:merge_linearly", "merge", {"slerp-keeps-norms"}),
+    ],
+)
+def test_tools_are_judged(capsys, monkeypatch, tmp_path, code, like, broken):
+    exit_code, found = claims_of(capsys, monkeypatch, tmp_path, code, like)
+    assert {claim for claim, verdict in found.items() if verdict != "kept"} == broken, found
+    assert exit_code == bool(broken)
+
+
+def make_file(path, **options):
+    tokenizers = pytest.importorskip("tokenizers")
+    from isobit.library.post_training.tokenizing import tokenizer
+
+    made = tokenizer()
+    merges = [tuple(pair) for pair in made.merges]
+    model = tokenizers.models.BPE(vocab=dict(made.vocab), merges=merges)
+    found = tokenizers.Tokenizer(model)
+    found.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
+        add_prefix_space=options.get("space", False)
+    )
+    found.decoder = tokenizers.decoders.ByteLevel()
+    if options.get("lower"):
+        found.normalizer = tokenizers.normalizers.Lowercase()
+    found.save(str(path))
+
+
+def test_a_users_tokenizer_is_judged(capsys, monkeypatch, tmp_path):
+    make_file(tmp_path / "tokenizer.json")
+    code, found = claims_of(capsys, monkeypatch, tmp_path, "tokenizer.json", "tokenizer")
+    assert (code, set(found.values())) == (0, {"kept"})
+    make_file(tmp_path / "lower.json", lower=True)
+    code, found = claims_of(capsys, monkeypatch, tmp_path, "lower.json", "tokenizer")
+    assert (code, found["round-trip"]) == (1, "broken")
