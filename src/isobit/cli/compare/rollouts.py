@@ -23,14 +23,15 @@ def add_parser(commands: Any) -> None:
         "rollouts",
         description="Compare what a rollout engine and a trainer computed for the same tokens. Says which of semantics "
         "(ids, shift, mask, positions, temperature, truncation, normaliser), weights (by digests) or numerics differs, "
-        "and prints the metrics under the names that RL frameworks log. Files are JSONL: one record per sequence with "
-        "token_ids and logprobs, and optionally id, prompt_token_ids, mask, positions, rows, support, temperature, "
-        "top_k, top_p, normaliser; a record with weights has digests. "
+        "and prints the metrics under the names that RL frameworks log. Files are JSONL or Parquet: one "
+        "record per sequence with token_ids and logprobs, and optionally id, prompt_token_ids, mask, positions, rows, "
+        "support, temperature, top_k, top_p, normaliser; a record with weights has digests. "
         "Exit 0: equal; 1: something differs; 2: could not read, or nothing to compare.",
         epilog="example: isobit compare rollouts rollout.jsonl trainer.jsonl --html mismatch.html",
     )
-    parser.add_argument("rollout", type=Path, help="what the engine computed: a JSONL file")
-    parser.add_argument("trainer", type=Path, help="what the trainer computed: a JSONL file")
+    files_help = "a JSONL or Parquet file, a folder of them, or an address (s3://…)"
+    parser.add_argument("rollout", help=f"what the engine computed: {files_help}")
+    parser.add_argument("trainer", help="what the trainer computed, likewise")
     parser.add_argument(
         "--limit",
         type=int,
@@ -44,14 +45,14 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Compare and print. The exit code is 0 if equal, 1 if something differs, 2 if nothing was compared."""
     from isobit.comparing.rollouts.comparing import compare
-    from isobit.comparing.rollouts.reading import LARGEST_FILE
+    from isobit.comparing.rollouts.reading import digest_side
 
     found = compare(options.rollout, options.trainer)
     sides = (options.rollout, options.trainer)
-    texts = [files.read_bytes(path, LARGEST_FILE).decode(errors="replace") for path in sides]
-    origin = provenance_of(options, texts)
+    wanted = options.html or options.json
+    origin = provenance_of(options, [digest_side(one) for one in sides] if wanted else [])
     if options.html:
-        names = (options.rollout.name, options.trainer.name)
+        names = (options.rollout.rsplit("/", 1)[-1], options.trainer.rsplit("/", 1)[-1])
         files.write_text(options.html, write_rollout_page(found, names, origin))
     if options.json:
         findings = [{**asdict(one), "remedy": one.remedy} for one in found.findings]
