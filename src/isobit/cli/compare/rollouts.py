@@ -10,10 +10,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from isobit.cli.arguments import add_engine, at_least_one
 from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import make_console, say_json
 from isobit.comparing.rollouts.report import RolloutReport, write_rollout_page
 from isobit.foundation import files
+from isobit.foundation.engines import LOCAL, check_engine
 from isobit.foundation.plain_text import one_line
 
 
@@ -38,17 +40,27 @@ def add_parser(commands: Any) -> None:
         default=20,
         help="findings to print; 0 for all (default: %(default)s)",
     )
+    add_engine(parser)
+    parser.add_argument(
+        "--jobs",
+        type=at_least_one,
+        default=1,
+        metavar="N",
+        help="local processes, for folders of as many files on both sides (default: %(default)s)",
+    )
     parser.add_argument("--json", action="store_true", help="print a JSON record instead of text")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write an HTML report")
 
 
 def run(options: argparse.Namespace) -> int:
     """Compare and print. The exit code is 0 if equal, 1 if something differs, 2 if nothing was compared."""
-    from isobit.comparing.rollouts.comparing import compare
+    from isobit.comparing.rollouts.comparing import compare, compare_on
     from isobit.comparing.rollouts.reading import digest_side
 
-    found = compare(options.rollout, options.trainer)
+    check_engine(options.on)
     sides = (options.rollout, options.trainer)
+    alone = options.on == LOCAL and options.jobs == 1
+    found = compare(*sides) if alone else compare_on(*sides, options.on, options.jobs)
     wanted = options.html or options.json
     origin = provenance_of(options, [digest_side(one) for one in sides] if wanted else [])
     if options.html:

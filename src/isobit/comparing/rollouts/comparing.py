@@ -27,6 +27,8 @@ from isobit.comparing.rollouts.semantics import (
 )
 from isobit.comparing.rollouts.summary import Summary
 from isobit.errors import ArgumentError
+from isobit.foundation.addresses import Place
+from isobit.foundation.engines import open_engine
 
 # The mismatch of rollout and trainer under the names that RL frameworks log.
 #
@@ -89,6 +91,38 @@ def compare(rollout: Any, trainer: Any) -> RolloutReport:
         for one in (rollout, trainer)
     ]
     return compare_parts([compare_sides(*sides)])
+
+
+def compare_on(rollout: Path | str, trainer: Path | str, on: str, jobs: int = 1) -> RolloutReport:
+    """Compare folders of files as tasks of an engine: the k-th files of both sides are one task.
+
+    Sequences whose partner is in another file wait until their task's result is merged; the metrics have the same bits
+    as those of `compare`.
+
+    Raises:
+        ArgumentError: If the sides have different numbers of files, or one cannot be read.
+    """
+    sides = [files_of(rollout), files_of(trainer)]
+    counts = [len(side) for side in sides]
+    if counts[0] != counts[1]:
+        raise ArgumentError(
+            expected="as many files on both sides",
+            received=f"{counts[0]} and {counts[1]}",
+            remedy="cut both sides alike, or leave --on and --jobs out: then all files are read in one pass",
+        )
+    with open_engine(on, jobs) as pool:
+        tasks = [
+            pool.submit(compare_files, a, b, number, counts[0] > 1)
+            for number, (a, b) in enumerate(zip(*sides, strict=True))
+        ]
+        return compare_parts([task.result() for task in tasks])
+
+
+def compare_files(rollout: Place, trainer: Place, number: int, several: bool) -> Found:
+    """Compare one file of each side."""
+    found = compare_sides(*(FileSide((one,), number, several) for one in (rollout, trainer)))
+    found.ids.fetch()  # its file is on the worker
+    return found
 
 
 def compare_sides(rollout: FileSide | Scored, trainer: FileSide | Scored) -> Found:
@@ -194,6 +228,14 @@ class IdDigests:
             with self.spilled.open("ab") as file:
                 file.write(self.kept)
             self.kept.clear()
+
+    def fetch(self) -> None:
+        """Take what is in the file into memory, to be sent to another machine."""
+        if self.spilled is not None:
+            self.close()
+            self.kept = bytearray(self.spilled.read_bytes())
+            self.spilled.unlink()
+            self.spilled = None
 
     def merge(self, other: IdDigests) -> None:
         """Add what another one has; its file is removed."""

@@ -421,7 +421,7 @@ def parse_line(line: bytes) -> Any:
 def records_of_parquet(place: Place) -> Records:
     """Yield the place and the maker of each row, a few rows in memory at a time."""
     try:
-        from pyarrow import ArrowException, parquet  # type: ignore[import-untyped]
+        from pyarrow import ArrowException, parquet
     except ImportError as error:
         raise ArgumentError(
             expected="the package pyarrow, which reads Parquet files",
@@ -447,7 +447,7 @@ def row_of(batch: Any, row: int) -> dict[str, Any]:
         value = column[row]
         if not value.is_valid:
             continue
-        inner = getattr(value, "values", None)
+        inner: Any = getattr(value, "values", None)
         plain = inner is not None and inner.null_count == 0 and str(inner.type) in NUMBERS
         found[name] = inner.to_numpy(zero_copy_only=False) if plain else value.as_py()
     return found

@@ -229,7 +229,7 @@ def summarise(parts: list[list[tuple[Floats, Floats]]]) -> dict[str, float]:
     for part in parts:
         mine = Summary()
         for rollout, trainer in part:
-            sides = (np.asarray(side, dtype=np.float64) for side in (rollout, trainer))
-            mine.add(*sides, lengths=[len(rollout)])
+            a, b = (np.asarray(side, dtype=np.float64) for side in (rollout, trainer))
+            mine.add(a, b, [len(rollout)])
         whole.merge(mine)
     return whole.metrics

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -11,10 +12,10 @@ import torch
 
 from isobit.contracts.judge.recipes import Case
 from isobit.contracts.judge.tally import Tally
-from isobit.library.subjects import Subject
 
 Part = list[tuple[Any, Any]]  # of one worker: log-probabilities of both sides per sequence
-MEANS = {
+Subject = Callable[[list[Part]], dict[str, float]]
+MEANS: dict[str, Callable[[Any, Any], Any]] = {
     "rollout_corr/kl": lambda mine, theirs: mine - theirs,
     "sampling/sampling_logp_difference/mean": lambda mine, theirs: abs(theirs - mine),
 }
