@@ -200,7 +200,8 @@ def test_an_id_twice_is_a_finding(tmp_path, capsys):
 def test_what_is_no_file_is_refused(tmp_path, capsys):
     good = write(tmp_path / "good.jsonl", records())
     assert main(["compare", "rollouts", str(good), "/dev/zero"]) == 2
-    assert main(["compare", "rollouts", str(tmp_path), str(good)]) == 2
+    (tmp_path / "empty").mkdir()
+    assert main(["compare", "rollouts", str(tmp_path / "empty"), str(good)]) == 2
     capsys.readouterr()
 
 

@@ -92,3 +92,14 @@ def check_script(path: Path) -> None:
             received=f"{'a folder' if path.is_dir() else 'no such file'}: {path}",
             remedy="name a script by its path; arguments after -- are passed to the script",
         )
+
+
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    """Add the option for where parallel work runs."""
+    parser.add_argument(
+        "--on",
+        default="local",
+        metavar="ENGINE",
+        help="where tasks run: local, ray (RAY_ADDRESS, or a cluster started here), ray:HOST:PORT or ray://HOST:PORT "
+        "(default: %(default)s)",
+    )

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from isobit.cli.arguments import at_least_one, check_script
+from isobit.cli.arguments import add_engine, at_least_one, check_script
 from isobit.cli.progress import SELDOM, Steps, add_quiet
 from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import make_console, say_json
 from isobit.errors import ArgumentError, SimulationError
 from isobit.foundation import files
+from isobit.foundation.engines import check_engine
 from isobit.foundation.majority import name_ranks
 from isobit.foundation.records import to_json
 from isobit.simulator.page import write_simulate_page
@@ -65,6 +66,14 @@ def add_parser(commands: Any) -> None:
     add_schedule_options(parser)
     add_check_options(parser)
     add_recorder_option(parser)
+    add_engine(parser)
+    parser.add_argument(
+        "--jobs",
+        type=at_least_one,
+        default=1,
+        metavar="N",
+        help="number of local processes that run seeds (default: %(default)s)",
+    )
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="write an HTML report that needs nothing else"
     )
@@ -193,6 +202,7 @@ def run(options: argparse.Namespace) -> int:
             received=f"--watch {','.join(options.watch) or 'none'}",
             remedy="add training to --watch, or leave --watch out",
         )
+    check_engine(options.on)
     check_script(options.script)
     plan = Plan(
         Script(options.script, options.passed_on),
@@ -213,7 +223,7 @@ def run(options: argparse.Namespace) -> int:
     runs: list[SeedRun] = []
     title = f"{options.script.name} on {options.ranks} ranks"
     with Steps(title, len(plan.seeds), options.quiet, SELDOM) as steps:
-        for finished in run_seeds(plan):
+        for finished in run_seeds(plan, options.on, options.jobs):
             refuse_unstarted(options, finished)
             runs.append(finished)
             found = sum(bool(run.found) for run in runs)

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from isobit.cli.arguments import add_trust
+from isobit.cli.arguments import add_engine, add_trust
 from isobit.cli.contract_options import (
     FEW,
     LIBRARY,
@@ -40,6 +40,7 @@ from isobit.contracts.store.tree import Broken, Entry
 from isobit.contracts.workspace import Workspace, verdict_at
 from isobit.errors import ArgumentError
 from isobit.foundation import files
+from isobit.foundation.engines import LOCAL, check_engine
 from isobit.foundation.plain_text import one_line
 from isobit.foundation.records import ClaimRecord, ContractStatus, Provenance
 from isobit.library.on_gpu.plans import ELSEWHERE, Derived, by_reason, summarise
@@ -80,6 +81,12 @@ def add_parser(commands: Any) -> None:
         "--jobs", type=int, default=1, metavar="N", help="number of processes (default 1)"
     )
     parser.add_argument(
+        "--store",
+        metavar="URL",
+        help="share evidence with others: take what is there, and put what is new; a folder or s3://bucket/prefix",
+    )
+    add_engine(parser)
+    parser.add_argument(
         "--seconds", type=float, default=float("inf"), help="start no claim after this many seconds"
     )
     add_backend(parser)
@@ -101,7 +108,10 @@ def add_parser(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Judge the contracts that have no evidence, then show the status of all."""
+    check_engine(arguments.on)
     workspace, ids = open_chosen(arguments)
+    if arguments.store:
+        workspace.evidence.share(arguments.store)
     if arguments.sign:
         sign_with(workspace, arguments.sign)
     options = Options(
@@ -178,9 +188,10 @@ def judge(
         for claim in workspace.tree.load(entry.id).claims
     ]
     # Several processes finish claims in any order.
-    follows = dict(pairwise(names)) if arguments.jobs == 1 else {}
+    in_order = arguments.jobs == 1 and arguments.on == LOCAL
+    follows = dict(pairwise(names)) if in_order else {}
     with Steps("".join(names[:1]), len(names), arguments.quiet) as steps:
-        for entry, record in workspace.judge(stale, options, arguments.jobs):
+        for entry, record in workspace.judge(stale, options, arguments.jobs, arguments.on):
             judged[entry.id].append(record)
             name = f"{entry.id}/{record.claim}"
             steps.done(f"{name}: {record.verdict}", follows.get(name, ""), record.seconds)

@@ -17,6 +17,7 @@ from isobit.contracts.store.shipped import ShippedEvidence
 from isobit.contracts.store.sources import INTERPRET, engine_variables, machine
 from isobit.contracts.store.tree import HOME, Entry, Tree
 from isobit.errors import ContractError, IsobitError, in_one_line
+from isobit.foundation.engines import LOCAL
 from isobit.foundation.records import ClaimRecord, ContractStatus
 
 if TYPE_CHECKING:
@@ -150,6 +151,32 @@ class Workspace:
             known[entry.id] = status
         return [known[entry.id] for entry in entries]
 
+    def matrix(self, entries: Sequence[Entry]) -> tuple[dict[str, dict[str, str]], int]:
+        """Return verdict and level per contract and engine from evidence of all machines, and files that do not count.
+
+        Evidence counts if it is of these sources: its digest is that of the contract on the machine it names.
+        """
+        found: dict[str, dict[str, str]] = {entry.id: {} for entry in entries}
+        known = {entry.id: entry for entry in entries}
+        others = 0
+        by_engine: dict[tuple[str, str], list[Finding]] = {}
+        for digest, names in self.evidence.names().items():
+            about = self.evidence.about(names[0])
+            entry = known.get(about.get("contract", ""))
+            on = about.get("machine", "")
+            if entry is None or not on or self.tree.digest(entry.id, "", on) != digest:
+                others += len(names)
+                continue
+            findings = self.evidence.read(digest, entry.outline())
+            others += len(names) - len(findings)
+            for finding in findings:
+                by_engine.setdefault((entry.id, finding.engine), []).append(finding)
+        for (name, engine), findings in sorted(by_engine.items()):
+            outline, records = known[name].outline(), merge_records(findings)
+            verdict = ladder.contract_verdict(outline, records)
+            found[name][engine] = f"{verdict} L{ladder.contract_level(outline, records)}"
+        return found, others
+
     def with_dependencies(self, entries: Sequence[Entry]) -> list[Entry]:
         """Return contracts and everything that they depend on, dependencies first."""
         names = {entry.id: entry for entry in entries}
@@ -194,10 +221,10 @@ class Workspace:
         return out
 
     def judge(
-        self, entries: Sequence[Entry], options: Options, jobs: int = 1
+        self, entries: Sequence[Entry], options: Options, jobs: int = 1, on: str = LOCAL
     ) -> Iterator[tuple[Entry, ClaimRecord]]:
         """Judge contracts and yield a record per claim; evidence is written after each contract."""
-        return judge_entries(self.tree, self.evidence, entries, options, jobs)
+        return judge_entries(self.tree, self.evidence, entries, options, jobs, on)
 
 
 def settles(finding: Finding, entry: Entry, level: int) -> bool:

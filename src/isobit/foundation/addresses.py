@@ -114,7 +114,7 @@ def place_of(text: Path | str | Address) -> Place:
 def storage_of(scheme: str) -> Any:
     """Return fsspec's file system for a scheme; raise if its package is not installed."""
     try:
-        import fsspec  # type: ignore[import-untyped]
+        import fsspec
 
         return fsspec.filesystem(scheme, use_listings_cache=False)
     except (ImportError, ValueError) as error:

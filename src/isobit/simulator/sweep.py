@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from isobit.errors import (
     SimulationError,
     UnsupportedError,
 )
+from isobit.foundation.engines import LOCAL, open_engine
 from isobit.simulator.faults import draw_faults
 from isobit.simulator.program.script import Script
 from isobit.simulator.single_rank import compare_with_one
@@ -109,10 +110,28 @@ class Group:
     seeds: list[int] = field(default_factory=list)
 
 
-def run_seeds(plan: Plan) -> Iterator[SeedRun]:
-    """Run each seed; stop after a run in which a rank never let others run, as the next would be the same."""
-    for seed in plan.seeds:
-        run = run_seed(plan, seed)
+def run_seeds(plan: Plan, on: str = LOCAL, jobs: int = 1) -> Iterator[SeedRun]:
+    """Run each seed; stop after a run in which a rank never let others run, as the next would be the same.
+
+    Args:
+        plan: What to run.
+        on: The engine whose tasks the seeds are; see `isobit.foundation.engines`.
+        jobs: Number of local processes; with 1, seeds run in this one.
+    """
+    if on == LOCAL and jobs == 1:
+        runs = (run_seed(plan, seed) for seed in plan.seeds)
+        yield from until_busy(runs)
+        return
+    with open_engine(on, jobs) as pool:
+        tasks = [pool.submit(run_seed, plan, seed) for seed in plan.seeds]
+        yield from until_busy(task.result() for task in tasks)  # in the order of seeds
+        for task in tasks:
+            task.cancel()
+
+
+def until_busy(runs: Iterable[SeedRun]) -> Iterator[SeedRun]:
+    """Yield runs up to the first in which a rank never let others run."""
+    for run in runs:
         yield run
         if any(found.kind == BusyError.kind for found in run.found):
             return

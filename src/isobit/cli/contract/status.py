@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import tempfile
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -20,7 +22,8 @@ from isobit.cli.contract_options import (
 )
 from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import make_console, say_json
-from isobit.contracts.store.evidence import read_public
+from isobit.contracts.store.evidence import Evidence, read_public
+from isobit.contracts.store.sharing import Store, pull
 from isobit.contracts.store.tree import Broken
 from isobit.contracts.workspace import Workspace
 from isobit.foundation.records import RUNGS, ContractStatus
@@ -51,6 +54,11 @@ def add_parser(commands: Any) -> None:
         metavar="PUBKEY",
         help="count only evidence that the holder of this Ed25519 key judged (a file; repeatable)",
     )
+    parser.add_argument(
+        "--store",
+        metavar="URL",
+        help="show each contract on each engine from the evidence in a folder or at s3://bucket/prefix",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON records instead of a table")
 
 
@@ -59,6 +67,8 @@ def run(options: argparse.Namespace) -> int:
     workspace, ids = open_workspace(options)
     if options.require_signature:
         workspace.require([read_public(path) for path in options.require_signature])
+    if options.store:
+        return show_store(options, workspace, ids)
     found = workspace.statuses(workspace.choose(ids, options.subject), options.subject)
     counting = invalid_that_count(options, workspace)
     if options.json:
@@ -67,6 +77,40 @@ def run(options: argparse.Namespace) -> int:
     else:
         show(found, workspace, counting)
     return exit_code([*(s.verdict for s in found), *["broken"] * len(counting)])
+
+
+def show_store(options: argparse.Namespace, workspace: Workspace, ids: list[str]) -> int:
+    """Print a matrix of contracts and engines; the evidence is copied to a folder that is removed afterwards."""
+    keys = workspace.evidence.keys
+    with tempfile.TemporaryDirectory() as folder:
+        workspace.evidence = Evidence(Path(folder) / ".isobit")
+        workspace.evidence.base = Path.cwd()
+        workspace.evidence.keys = keys
+        pull(Store(options.store), workspace.evidence.folder)
+        matrix, others = workspace.matrix(workspace.choose(ids, options.subject))
+    engines = sorted({engine for row in matrix.values() for engine in row})
+    words = [word for row in matrix.values() for word in row.values()]
+    judged = {name: row for name, row in matrix.items() if row}
+    if options.json:
+        origin = provenance_of(
+            options, [f"{n} {e} {w}" for n, r in matrix.items() for e, w in r.items()]
+        )
+        say_json({"provenance": origin, "engines": engines, "contracts": matrix, "others": others})
+    else:
+        console = make_console(132)
+        if judged:
+            table = Table("contract", *engines)
+            for name, row in judged.items():
+                table.add_row(name, *(row.get(engine, "-") for engine in engines))
+            console.print(table)
+        kept = sum(word.startswith("kept") for word in words)
+        console.print(
+            f"{kept} of {len(words)} verdicts are kept: {len(judged)} of {len(matrix)} contracts on {len(engines)} "
+            f"engines; {others} files of other code, other contracts, or that do not count",
+            markup=False,
+        )
+    verdicts = {word.rsplit(" ", 1)[0] for word in words}
+    return exit_code(verdicts if len(judged) == len(matrix) else {*verdicts, "not-judged"})
 
 
 def show(found: list[ContractStatus], workspace: Workspace, counting: Sequence[Broken]) -> None:

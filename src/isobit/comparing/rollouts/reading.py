@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
+from blake3 import blake3
 from torch import Tensor
 
 from isobit.comparing.checkpoints.weight_digests import RowDigests, digests_from_json
 from isobit.errors import ArgumentError
 from isobit.foundation import files
+from isobit.foundation.addresses import Address, Place, place_of
 
 # What one side of a comparison computed: sequences with their log-probabilities, policies and weights.
 
@@ -180,7 +184,6 @@ FORMS: dict[str, tuple[str, Callable[[object], bool]]] = {
 
 
 PREVIOUS, WEIGHTS = "previous", "weights"
-LARGEST_FILE = 4 << 30  # bytes
 LARGEST_ID = 2**63 - 1
 
 
@@ -196,7 +199,8 @@ def read(
     Args:
         source: A `Scored`; a list of vLLM's RequestOutput (or objects like it); a mapping with `token_ids`, `logprobs`
             and optionally `prompt_token_ids`, `ids`, `mask`, `positions`, `rows`, `support`, each with one entry per
-            sequence; or the path of a JSONL file with one such record per line.
+            sequence; or the path of a JSONL file with one such record per line, or of a Parquet file
+            with a column per key.
         policy: How logits became a distribution, where the source does not say: `Policy`, or a mapping with
             `temperature`, `top_k`, `top_p`, `normaliser`.
         weights: Digests of the weights, by isobit.rollout.digest_weights.
@@ -216,7 +220,8 @@ def read(
     if isinstance(source, Scored):
         found = source
     elif isinstance(source, (str, Path)):
-        found = read_jsonl(Path(source))
+        side = FileSide(files_of(source))
+        found = Scored(tuple(side), side.weights, side.previous, side.name)
     elif isinstance(source, Mapping):
         found = read_arrays(source)
     elif isinstance(source, Iterable):
@@ -317,41 +322,142 @@ def read_arrays(source: Mapping[str, Any]) -> Scored:
     return Scored(tuple(sequences), source.get(WEIGHTS), source.get(PREVIOUS))
 
 
-def read_jsonl(path: Path) -> Scored:
-    """Read one record per line; a record with `weights` or `previous` has digests instead of a sequence."""
-    sequences: list[Sequence] = []
-    digests: dict[str, dict[str, RowDigests]] = {}
-    for number, line in enumerate(lines_of(path)):
-        if not line.strip():
+class FileSide:
+    """One side in files: sequences one at a time, and the digests that were met by then.
+
+    Attributes:
+        places: Files of JSONL (one record per line; a record with `weights` or `previous` has digests) or Parquet (a
+            column per key). In several files, a sequence without an id has the file's number in its id.
+        name: How to call it in a report.
+        weights: Digests of the weights, once they were read.
+        previous: Those before them.
+    """
+
+    def __init__(self, places: tuple[Place, ...], first: int = 0, several: bool = False) -> None:
+        """Read these files; `first` is the number of the first one, `several` says that there are others."""
+        self.places, self.first = places, first
+        self.several = several or len(places) > 1
+        self.name = places[0].name if places else ""
+        self.weights: dict[str, RowDigests] | None = None
+        self.previous: dict[str, RowDigests] | None = None
+
+    def __iter__(self) -> Iterator[Sequence]:
+        for number, place in enumerate(self.places, self.first):
+            prefix = f"{number}/" if self.several else ""
+            read_records = records_of_parquet if place.suffix == PARQUET else records_of_jsonl
+            count = 0
+            for where, make in read_records(place):
+                try:
+                    record = make()
+                    if not isinstance(record, dict):
+                        raise unreadable(type(record).__name__)
+                    kinds = [kind for kind in (WEIGHTS, PREVIOUS) if kind in record]
+                    for kind in kinds:
+                        setattr(self, kind, digests_from_json(json.dumps(record[kind])))
+                    if not kinds:
+                        yield read_record(record, f"{prefix}{count}")
+                        count += 1
+                except ArgumentError as error:
+                    raise ArgumentError(
+                        expected=error.expected,
+                        received=f"{where} of {place.name}: {error.received}",
+                        remedy=error.remedy,
+                    ) from error
+                except (ValueError, RecursionError) as error:
+                    raise unreadable(f"{where} of {place.name}: {error}") from error
+
+
+PARQUET = ".parquet"
+ENDINGS = (".jsonl", ".ndjson", PARQUET)
+LARGEST_LINE = 1 << 30  # bytes
+ROWS = 64  # of a Parquet file that are decoded at a time
+
+Records = Iterator[tuple[str, Callable[[], Any]]]
+
+
+def files_of(path: Path | str) -> tuple[Place, ...]:
+    """Return the files that a path or an address names: itself, or a folder's files in the order of their names."""
+    place = place_of(path)
+    if not place.is_dir():
+        return (place,)
+    names = sorted((one for one in place.iterdir() if one.suffix in ENDINGS), key=str)
+    if not names:
+        raise unreadable(f"{path}, a folder without files that end with {', '.join(ENDINGS)}")
+    return tuple(names)
+
+
+def digest_side(path: Path | str) -> str:
+    """Return a digest of the files that a path names, read a piece at a time."""
+    hashed = blake3()
+    for place in files_of(path):
+        file = place.open() if isinstance(place, Address) else files.open_regular(place)
+        with file:
+            while piece := file.read(1 << 20):
+                hashed.update(piece)
+    return hashed.hexdigest()
+
+
+def records_of_jsonl(place: Place) -> Records:
+    """Yield the place and the parser of each line, one line in memory at a time.
+
+    Other characters that end a line in a text may be part of one.
+    """
+    raw = place.open() if isinstance(place, Address) else files.open_regular(place)
+    with raw, io.BufferedReader(cast(io.RawIOBase, raw), 1 << 20) as file:
+        number = 0
+        while line := file.readline(LARGEST_LINE + 1):
+            number += 1
+            if len(line) > LARGEST_LINE:
+                raise unreadable(f"line {number} of {place.name}: more than {LARGEST_LINE:,} bytes")
+            if line.strip():
+                yield f"line {number}", partial(parse_line, line)
+
+
+def parse_line(line: bytes) -> Any:
+    """Return the record of a line."""
+    return json.loads(line.decode("utf-8"), object_pairs_hook=every_key_once)
+
+
+def records_of_parquet(place: Place) -> Records:
+    """Yield the place and the maker of each row, a few rows in memory at a time."""
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError as error:
+        raise ArgumentError(
+            expected="the package pyarrow, which reads Parquet files",
+            received=str(error),
+            remedy='pip install "isobit[arrow]"',
+        ) from error
+    file = place.open() if isinstance(place, Address) else files.open_regular(place)
+    with file:
+        number = 0
+        try:
+            for batch in parquet.ParquetFile(file).iter_batches(batch_size=ROWS):
+                for row in range(batch.num_rows):
+                    yield f"row {number}", partial(row_of, batch, row)
+                    number += 1
+        except (ArrowException, OSError) as error:
+            raise unreadable(f"row {number} of {place.name}: {str(error)[:200]}") from error
+
+
+def row_of(batch: Any, row: int) -> dict[str, Any]:
+    """Return one row as a record; lists of numbers as arrays, which are checked faster than lists."""
+    found = {}
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        value = column[row]
+        if not value.is_valid:
             continue
-        try:
-            record = json.loads(line, object_pairs_hook=every_key_once)
-            if not isinstance(record, dict):
-                raise unreadable(type(record).__name__)
-            kinds = [kind for kind in (WEIGHTS, PREVIOUS) if kind in record]
-            for kind in kinds:
-                digests[kind] = digests_from_json(json.dumps(record[kind]))
-            if not kinds:
-                sequences.append(read_record(record, str(len(sequences))))
-        except ArgumentError as error:
-            raise ArgumentError(
-                expected=error.expected,
-                received=f"line {number + 1} of {path.name}: {error.received}",
-                remedy=error.remedy,
-            ) from error
-        except (ValueError, RecursionError) as error:
-            raise unreadable(f"line {number + 1} of {path.name}: {error}") from error
-    return Scored(tuple(sequences), digests.get(WEIGHTS), digests.get(PREVIOUS), path.name)
+        inner: Any = getattr(value, "values", None)
+        plain = inner is not None and inner.null_count == 0 and str(inner.type) in NUMBERS
+        found[name] = inner.to_numpy(zero_copy_only=False) if plain else value.as_py()
+    return found
 
 
-def lines_of(path: Path) -> Iterator[str]:
-    """Yield the lines of a regular file; other characters that end a line in a text may be part of one."""
-    data = files.read_bytes(path, LARGEST_FILE)
-    for number, line in enumerate(data.split(b"\n")):
-        try:
-            yield line.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise unreadable(f"line {number + 1} of {path.name}: {error}") from error
+NUMBERS = {f"{kind}{size}" for kind in ("int", "uint") for size in (8, 16, 32, 64)} | {
+    "float",
+    "double",
+    "halffloat",
+}
 
 
 def every_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -392,6 +498,10 @@ def read_record(record: Mapping[str, Any], otherwise: str) -> Sequence:
 def as_ids(values: Any, fill: bool = False) -> tuple[int, ...]:
     """Return token ids or positions; with `fill` without the -1 that fill a support up."""
     listed = values.tolist() if hasattr(values, "tolist") else list(values)
+    if isinstance(values, np.ndarray) and values.dtype.kind in "iu" and not fill:
+        low, high = (int(values.min()), int(values.max())) if len(values) else (0, 0)
+        if low >= 0 and high <= LARGEST_ID:
+            return tuple(listed)
     wrong = next((v for v in listed if not is_whole(v)), None)
     if wrong is not None:
         raise ValueError(f"{str(wrong)[:40]!r} is no whole number")
@@ -424,4 +534,6 @@ def as_floats(values: Any) -> Tensor | None:
         wrong = next((v for v in flat if isinstance(v, (bool, str))), None)
         if wrong is not None:
             raise ValueError(f"{str(wrong)[:40]!r} is no log-probability")
+    if isinstance(values, np.ndarray):
+        values = values.astype(np.float64)  # a copy: arrays of Arrow are read-only
     return torch.as_tensor(values, dtype=torch.float64).float()

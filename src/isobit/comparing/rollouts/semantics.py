@@ -3,37 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from isobit.bits import equal
-from isobit.comparing.rollouts.reading import Scored, Sequence
+from isobit.comparing.rollouts.reading import Sequence
 from isobit.comparing.rollouts.report import Finding
 
 # Semantics that both sides declare: sequences, ids, positions, masks, policies and supports.
 
 Pairs = list[tuple[Sequence, Sequence]]
+OTHER_IDS = "completions have other token ids"
 
 
-def pair_sequences(rollout: Scored, trainer: Scored) -> tuple[Pairs, list[Finding]]:
-    """Return the sequences that both have, by id, and what is missing or doubled."""
-    by_id = {one.id: one for one in trainer.sequences}
-    pairs = [(one, by_id[one.id]) for one in rollout.sequences if one.id in by_id]
-    ids = {one.id for one in rollout.sequences}
-    alone = sorted(ids ^ by_id.keys())
-    sizes = len(rollout.sequences), len(trainer.sequences)
-    doubled = sizes[0] - len(ids) + sizes[1] - len(by_id)
-    if not alone and not doubled:
-        return pairs, []
-    detail = f"{sizes[0]} in the rollout and {sizes[1]} in the trainer; {doubled} ids twice"
-    count = len(alone) + doubled
-    first = f"sequence {alone[0]!r} is on one side only" if alone else ""
-    return pairs, [Finding("semantics", "sequences", detail, count, sum(sizes), first)]
-
-
-def compare_declared(pairs: Pairs) -> list[Finding]:
-    """Return what differs before any log-probability is looked at."""
+def compare_declared(pairs: Pairs) -> list[tuple[Finding | None, int]]:
+    """Return what differs before any log-probability is looked at: a finding or None per check, and of how many."""
+    count = len(pairs)
     found = [
         collect("prompt", pairs, lambda a, b: first_difference(a.prompt, b.prompt, "prompt token")),
         compare_tokens(pairs),
@@ -42,9 +29,28 @@ def compare_declared(pairs: Pairs) -> list[Finding]:
         *(policy_finding(pairs, name) for name in ("temperature", "top_k", "top_p")),
         policy_finding(pairs, "normaliser"),
         policy_finding(pairs, "processors"),
-        compare_supports(pairs),
     ]
-    return [one for one in found if one is not None]
+    supports = [compare_one_sided(pairs), compare_supports(pairs)]
+    entries = sum(len(a.support or ()) for a, _ in pairs)
+    return [*((one, count) for one in found), (supports[0], count), (supports[1], entries)]
+
+
+def merge_findings(first: Finding | None, second: Finding | None, total: int) -> Finding | None:
+    """Return one finding of one check over two parts of the data; `total` is how many both parts have."""
+    if first is None or second is None:
+        one = first or second
+        return None if one is None else recount(one, one.differ, total)
+    if first.kind != second.kind:  # a shift here and a tie there: the general kind
+        general = next((one for one in (first, second) if one.kind in ("ids", "truncation")), None)
+        kind, detail = ("ids", OTHER_IDS) if general is None else (general.kind, general.detail)
+        first = replace(first, kind=kind, detail=detail)
+    return recount(first, first.differ + second.differ, total)
+
+
+def recount(one: Finding, differ: int, total: int) -> Finding:
+    """Return a finding with other counts, also in its words."""
+    words = one.detail.replace(f"{one.differ} of {one.of}", f"{differ} of {total}")
+    return replace(one, detail=words, differ=differ, of=total)
 
 
 def collect(kind: str, pairs: Pairs, differs: object) -> Finding | None:
@@ -85,7 +91,7 @@ def compare_tokens(pairs: Pairs) -> Finding | None:
     detail = {
         "shift": "the trainer's tokens are the rollout's, shifted by one",
         "tie rule": "tokens differ where both have the same log-probability in the row: another tie was taken",
-        "ids": "completions have other token ids",
+        "ids": OTHER_IDS,
     }[kind]
     return Finding("semantics", kind, detail, len(wrong), len(pairs), first)
 
@@ -151,20 +157,25 @@ def settled(value: object, name: str) -> object:
     return value
 
 
-def compare_supports(pairs: Pairs) -> Finding | None:
-    """Return where the ids that were kept differ, or only one side was normalised over them."""
+def compare_one_sided(pairs: Pairs) -> Finding | None:
+    """Return where only one side was normalised over kept ids."""
     one_sided = [
         (a, b)
         for a, b in pairs
         if (a.support is None) != (b.support is None) and len(a.tokens) == len(b.tokens)
     ]
-    if one_sided:
-        a, b = one_sided[0]
-        side, other = ("rollout", "trainer") if b.support is None else ("trainer", "rollout")
-        detail = f"the {side} is normalised over kept ids, the {other} over the whole vocabulary"
-        return Finding(
-            "semantics", "truncation", detail, len(one_sided), len(pairs), f"sequence {a.id!r}"
-        )
+    if not one_sided:
+        return None
+    a, b = one_sided[0]
+    side, other = ("rollout", "trainer") if b.support is None else ("trainer", "rollout")
+    detail = f"the {side} is normalised over kept ids, the {other} over the whole vocabulary"
+    return Finding(
+        "semantics", "truncation", detail, len(one_sided), len(pairs), f"sequence {a.id!r}"
+    )
+
+
+def compare_supports(pairs: Pairs) -> Finding | None:
+    """Return where the ids that were kept differ."""
     wrong = [
         (a, b, at)
         for a, b in pairs

@@ -5,17 +5,18 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Executor, as_completed
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
 
 from isobit.contracts.language.contract import Contract
 from isobit.contracts.options import Options
 from isobit.contracts.store import ladder
 from isobit.contracts.store.evidence import Evidence, Finding
 from isobit.contracts.store.opened_files import OpenedFiles
+from isobit.contracts.store.sources import machine
 from isobit.contracts.store.tree import Entry, Tree
 from isobit.errors import ArgumentError, ContractError
+from isobit.foundation.engines import LOCAL, open_engine
 from isobit.foundation.records import ClaimRecord
 
 NO_LAUNCH = "the subject launches no kernel on the backend"
@@ -23,36 +24,45 @@ NO_LAUNCH = "the subject launches no kernel on the backend"
 
 @dataclass(frozen=True)
 class Judged:
-    """The records of one contract, the files that its code opened, and the engine that ran."""
+    """The records of one contract, the files that its code opened, the engine that ran, and its machine."""
 
     records: tuple[ClaimRecord, ...]
     files: tuple[tuple[str, str], ...]
     engine: str
+    machine: str
 
 
 def judge_entries(
-    tree: Tree, evidence: Evidence, entries: Sequence[Entry], options: Options, jobs: int = 1
+    tree: Tree,
+    evidence: Evidence,
+    entries: Sequence[Entry],
+    options: Options,
+    jobs: int = 1,
+    on: str = LOCAL,
 ) -> Iterator[tuple[Entry, ClaimRecord]]:
     """Judge contracts and yield a record per claim; evidence is written after each contract.
 
+    With `on` they are tasks of that engine: each worker judges for its own machine, and the driver writes.
+
     Contracts that have no digest, because a dependency is missing or circular, are left out.
     """
-    refuse_processes(jobs)
+    refuse_processes(jobs if on == LOCAL else 2, f"--jobs {jobs}" if on == LOCAL else f"--on {on}")
     deadline = time.monotonic() + options.seconds
     entries = [entry for entry in entries if has_digest(tree, entry, options)]
-    if jobs > 1 and len(entries) > 1:
-        yield from _judge_in_processes(tree, evidence, entries, options, jobs, deadline)
+    if on != LOCAL or (jobs > 1 and len(entries) > 1):
+        with open_engine(on, jobs) as pool:
+            yield from _judge_in_processes(tree, evidence, entries, options, pool, deadline)
         return
     for entry in entries:
         records, opened = [], _opened_files(tree, entry, options)
         for record in opened.during(judge_contract(tree.load(entry.id), options, deadline)):
             records.append(record)
             yield entry, record
-        judged = Judged(tuple(records), opened.files(), engine_in_use())
+        judged = Judged(tuple(records), opened.files(), engine_in_use(), machine())
         _write(tree, evidence, entry, options, judged)
 
 
-def refuse_processes(jobs: int) -> None:
+def refuse_processes(jobs: int, said: str = "") -> None:
     """Raise for several processes while a backend is chosen: it is chosen in this process alone."""
     if jobs == 1 or "torch" not in sys.modules:
         return  # whoever chooses a backend has imported torch
@@ -61,8 +71,8 @@ def refuse_processes(jobs: int) -> None:
     if backends.chosen() is not None:
         raise ArgumentError(
             expected="one process for a backend",
-            received=f"--jobs {jobs}",
-            remedy="leave --jobs out; --shard I/N splits the contracts over several commands",
+            received=said or f"--jobs {jobs}",
+            remedy="leave --jobs and --on out; --shard I/N splits the contracts over several commands",
         )
 
 
@@ -119,28 +129,26 @@ def _judge_in_processes(
     evidence: Evidence,
     entries: Sequence[Entry],
     options: Options,
-    jobs: int,
+    pool: Executor,
     deadline: float,
 ) -> Iterator[tuple[Entry, ClaimRecord]]:
-    # Spawned: torch's threads do not survive a fork.
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        left = deadline - time.monotonic()
-        tasks = {}
-        for entry in entries:
-            opened = _opened_files(tree, entry, options)
-            tasks[pool.submit(_judge_all, tree.load(entry.id), options, left, opened)] = entry
-        for task in as_completed(tasks):
-            entry, judged = tasks[task], task.result()
-            _write(tree, evidence, entry, options, judged)
-            for record in judged.records:
-                yield entry, record
+    left = deadline - time.monotonic()
+    tasks = {}
+    for entry in entries:
+        opened = _opened_files(tree, entry, options)
+        tasks[pool.submit(_judge_all, tree.load(entry.id), options, left, opened)] = entry
+    for task in as_completed(tasks):
+        entry, judged = tasks[task], task.result()
+        _write(tree, evidence, entry, options, judged)
+        for record in judged.records:
+            yield entry, record
 
 
 def _judge_all(contract: Contract, options: Options, seconds: float, opened: OpenedFiles) -> Judged:
     """Judge a contract in a process of its own."""
     deadline = time.monotonic() + seconds
     records = tuple(opened.during(judge_contract(contract, options, deadline)))
-    return Judged(records, opened.files(), engine_in_use())
+    return Judged(records, opened.files(), engine_in_use(), machine())
 
 
 def _write(tree: Tree, evidence: Evidence, entry: Entry, options: Options, judged: Judged) -> None:
@@ -150,10 +158,13 @@ def _write(tree: Tree, evidence: Evidence, entry: Entry, options: Options, judge
         return  # --seconds ended it, and nothing was decided
     finding = Finding(
         entry.id,
-        tree.digest(entry.id, options.variant),
+        tree.digest(
+            entry.id, options.variant, judged.machine if judged.machine != machine() else ""
+        ),
         options.subject,
         min(options.level, entry.highest),
         reached,
+        machine=judged.machine,
         engine=judged.engine,
         reached=judged.files,
     )

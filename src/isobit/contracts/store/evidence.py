@@ -17,6 +17,7 @@ from blake3 import blake3
 
 from isobit.contracts.language.contract import Claim, Contract, planted_names
 from isobit.contracts.store import ladder, opened_files
+from isobit.contracts.store.sharing import Store, pull, push
 from isobit.contracts.store.sources import machine
 from isobit.errors import ArgumentError, EngineError
 from isobit.foundation import files
@@ -343,8 +344,16 @@ class Evidence:
         self.keys: tuple[Ed25519PublicKey, ...] = ()
         self.signer: Ed25519PrivateKey | None = None
         self.refused: dict[str, str] = {}  # file -> why it does not count
+        self.store: Store | None = None
         self._names: dict[str, list[str]] | None = None
         self._hashes: dict[str, str] = {}
+
+    def share(self, url: str) -> None:
+        """Share evidence with a store: take what it has, put what it lacks; new evidence is put as it is written."""
+        self.store = Store(url)
+        pull(self.store, self.folder)
+        push(self.store, self.folder)
+        self._names = None
 
     def write(self, finding: Finding) -> Path:
         """Write a new file atomically; existing files are never changed."""
@@ -357,6 +366,10 @@ class Evidence:
         if self.signer is not None:
             signed = folder / file_name(path.name, self.signer.public_key())
             files.write_text(signed, sign(self.signer, digest, last) + "\n")
+            if self.store is not None:
+                self.store.write(f"{folder.name}/{signed.name}", signed.read_bytes())
+        if self.store is not None:
+            self.store.write(f"{folder.name}/{path.name}", path.read_bytes())
         self._names = None
         self._hashes.clear()
         return path
@@ -376,6 +389,14 @@ class Evidence:
                                     )
             self._names = found
         return self._names
+
+    def about(self, name: str) -> dict[str, str]:
+        """Return the texts of a file's first line; empty if it cannot be read."""
+        try:
+            header = json.loads(read_chain(name)[0])
+            return {key: header[key] for key in ABOUT if type(header.get(key)) is str}
+        except (OSError, ValueError, AttributeError, RecursionError):
+            return {}
 
     def has(self, digest: str) -> bool:
         """Return whether there is a file for this digest."""

@@ -195,6 +195,7 @@ ELSEWHERE = {
     "chain-v1": "whole models: tests/gpu/test_whole_model.py",
     "profile-account-v1": "it reads traces on the CPU, and computes nothing on a device",
     "rank-agreement-v1": MODULES,
+    "rollout-summary-v1": "sums of integers on the host, which no kernel computes",
     "tolerance-table-v1": "a table of bounds, which no kernel computes",
     "training-config-kernel-v1": MODULES,
     "training-stability-v1": MODULES,

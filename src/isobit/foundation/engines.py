@@ -1,0 +1,97 @@
+"""Where parallel work runs: processes of this machine, or a Ray cluster, behind Python's Executor interface.
+
+[Note: engines]
+Work is a function and its arguments, submitted to a `concurrent.futures.Executor`. Results are written by the process
+that submitted it, so a worker that dies has nothing to lose: Ray runs its task again on another one, and a task is
+counted when its result arrives, which happens once. There is no queue or scheduler of our own.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any
+
+from isobit.errors import ArgumentError
+
+LOCAL, RAY = "local", "ray"
+RETRIES = 5  # of a task whose worker or node died
+
+
+def open_engine(on: str = LOCAL, jobs: int = 1) -> Executor:
+    """Return the executor that `--on` names.
+
+    Args:
+        on: "local" for processes of this machine; "ray" for the cluster that RAY_ADDRESS names, or one that is started
+            here; "ray://host:port" for a cluster elsewhere; "ray:host:port" for one whose node this is.
+        jobs: Number of local processes.
+
+    Raises:
+        ArgumentError: If there is no such engine, or its package is not installed.
+    """
+    if on == LOCAL:
+        # Spawned: torch's threads do not survive a fork.
+        return ProcessPoolExecutor(jobs, mp_context=get_context("spawn"))
+    if on == RAY or on.startswith(("ray://", "ray:")):
+        return RayExecutor("" if on == RAY else on if on.startswith("ray://") else on[4:])
+    raise ArgumentError(
+        expected="--on local, --on ray, --on ray:HOST:PORT or --on ray://HOST:PORT",
+        received=on,
+        remedy='leave --on out for processes of this machine; pip install "isobit[ray]" for Ray',
+    )
+
+
+def check_engine(on: str) -> None:
+    """Raise for an engine that does not exist, before anything is run."""
+    if on != LOCAL and on != RAY and not on.startswith("ray:"):
+        open_engine(on)
+
+
+class RayExecutor(Executor):
+    """Tasks of Ray as futures; a task whose worker or node dies is run again."""
+
+    def __init__(self, address: str = "") -> None:
+        """Join a cluster, or start one on this machine."""
+        try:
+            import ray
+        except ImportError as error:
+            raise ArgumentError(
+                expected="the package ray",
+                received=str(error),
+                remedy='pip install "isobit[ray]", or leave --on out',
+            ) from error
+        self.ray: Any = ray
+        self.started = not ray.is_initialized()
+        if self.started:
+            where = {"address": address} if address else {}
+            ray.init(log_to_driver=False, logging_level="error", **where)
+        self.refs: list[Any] = []
+        self.task = ray.remote(max_retries=RETRIES, num_cpus=1)(call_with_path)
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Start a task, and return the future of its result."""
+        ref = self.task.remote(list(sys.path), os.getcwd(), fn, args, kwargs)
+        self.refs.append(ref)
+        found: Future[Any] = ref.future()
+        return found
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """End tasks that were not waited for if asked to, and leave the cluster if it was joined here."""
+        if cancel_futures:
+            for ref in self.refs:
+                self.ray.cancel(ref, force=True)
+        if self.started:
+            self.ray.shutdown()
+
+
+def call_with_path(
+    path: list[str], folder: str, fn: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    """Call a function with what the driver can import: where its folders exist, they are importable here too."""
+    sys.path += [one for one in path if one and one not in sys.path and os.path.isdir(one)]
+    if os.path.isdir(folder):
+        os.chdir(folder)
+    return fn(*args, **kwargs)

@@ -1,0 +1,1 @@
+"""The contract rollout-summary-v1: metrics of a rollout from summaries that workers merge."""
