@@ -18,7 +18,11 @@ from isobit.cli.main import main
 from isobit.contracts.store.sharing import Store, is_whole, pull, push
 from isobit.foundation.engines import open_engine
 
-FEW = ["rank-agreement-v1", "rollout-summary-v1", "tolerance-table-v1"]  # quick, without dependencies
+FEW = [
+    "rank-agreement-v1",
+    "rollout-summary-v1",
+    "tolerance-table-v1",
+]  # quick, without dependencies
 SHORT = ["rank-agreement-v1"]
 
 

@@ -28,9 +28,9 @@ from torch import Tensor
 
 from isobit import bits
 from isobit.comparing.checkpoints.compare import shapes_of
-from isobit.comparing.derived.loading import Loader
 from isobit.comparing.checkpoints.names import Side, match_names
 from isobit.comparing.checkpoints.readers import read_checkpoint
+from isobit.comparing.derived.loading import Loader
 from isobit.comparing.derived.records import STATED, WRONG, Derivation, Progress, TensorVerdict
 from isobit.errors import ArgumentError
 from isobit.foundation import files

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from isobit import bits
 from isobit.comparing.checkpoints.compare import shapes_of
-from isobit.comparing.derived.loading import Loader
 from isobit.comparing.checkpoints.names import match_names
 from isobit.comparing.checkpoints.readers import read_checkpoint
+from isobit.comparing.derived.loading import Loader
 from isobit.comparing.derived.packed import Codes, find_packed
 from isobit.comparing.derived.records import (
     LEFT,

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from isobit import bits
 from isobit.comparing.checkpoints.compare import shapes_of
-from isobit.comparing.derived.loading import Loader
 from isobit.comparing.checkpoints.names import Side, match_names
 from isobit.comparing.checkpoints.readers import read_checkpoint, read_json
+from isobit.comparing.derived.loading import Loader
 from isobit.comparing.derived.packed import FP8, Codes, Packed, find_packed
 from isobit.comparing.derived.records import (
     LEFT,
