@@ -25,6 +25,9 @@ def gptq_statistics() -> Iterator[None]:
     Inside, its `accumulate_hessian` adds samples one by one by isobit's tree, `factorize_hessian` is `inverse_factor`,
     and linear layers compute by `isobit.linear`. Other operators of the model are its own.
 
+    Returns:
+        A context manager; what was replaced is put back when it ends.
+
     Raises:
         UnsupportedError: If llm-compressor is not installed, or has other functions than version 0.14.
 
