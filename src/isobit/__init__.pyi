@@ -1,4 +1,5 @@
 from isobit import bits as bits
+from isobit import calibration as calibration
 from isobit import certifying as certifying
 from isobit import comparing as comparing
 from isobit import errors as errors

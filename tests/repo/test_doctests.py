@@ -24,6 +24,7 @@ NAMESPACES = (
     "isobit.reveal",
     "isobit.reveal.targets",
     "isobit.rollout",
+    "isobit.calibration",
     "isobit.sampling",
     "isobit.simulator",
 )

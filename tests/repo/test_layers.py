@@ -27,6 +27,7 @@ LAYERS = {
     "nn": "foundation order ops",
     "optim": "foundation ops",
     "sampling": "foundation ops",
+    "calibration": "foundation order ops",
     "simulator": "foundation order report",
     "comparing": "foundation report simulator",
     "profiling": "foundation contracts report",

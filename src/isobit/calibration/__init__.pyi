@@ -1,0 +1,5 @@
+from isobit.calibration.adapters import gptq_statistics as gptq_statistics
+from isobit.calibration.factors import inverse_factor as inverse_factor
+from isobit.calibration.statistics import ColumnNorms as ColumnNorms
+from isobit.calibration.statistics import Hessian as Hessian
+from isobit.calibration.statistics import Ranges as Ranges
