@@ -37,13 +37,16 @@ ISOBIT_INLINE void add_scaled(float a, const float* __restrict x, int64_t n,
   for (int64_t i = 0; i < n; i++) out[i] = __builtin_fmaf(a, x[i], out[i]);
 }
 
-// sum = a · x + sum, sixteen lanes from x, each rounded once. With `four` the processor has AVX-512.
+// sum = a · x + sum, sixteen lanes from x, each rounded once. With `four` the processor has
+// AVX-512.
 template <bool four>
 ISOBIT_INLINE void fuse(float a, const float* x, Floats& sum) {
 #ifdef ISOBIT_AVX512
   if constexpr (four) {
     const Floats factor = Floats{} + a;
-    asm("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(factor), "m"(*reinterpret_cast<const Floats*>(x)));
+    asm("vfmadd231ps %2, %1, %0"
+        : "+v"(sum)
+        : "v"(factor), "m"(*reinterpret_cast<const Floats*>(x)));
     return;
   }
 #endif
@@ -171,8 +174,12 @@ struct Inputs {
   const float *q, *k, *v, *g, *beta;
   Sizes sizes;
   int64_t key_head, head;
-  const float* q_row(int64_t row) const { return q + (row * sizes.key_heads + key_head) * sizes.key; }
-  const float* k_row(int64_t row) const { return k + (row * sizes.key_heads + key_head) * sizes.key; }
+  const float* q_row(int64_t row) const {
+    return q + (row * sizes.key_heads + key_head) * sizes.key;
+  }
+  const float* k_row(int64_t row) const {
+    return k + (row * sizes.key_heads + key_head) * sizes.key;
+  }
   const float* v_row(int64_t row) const { return v + (row * sizes.heads + head) * sizes.value; }
   float g_of(int64_t row) const { return g[row * sizes.heads + head]; }
   float beta_of(int64_t row) const { return beta[row * sizes.heads + head]; }
@@ -190,7 +197,8 @@ ISOBIT_INLINE void add_row(const Inputs& in, int64_t row, Chunk& chunk, float* w
   chunk.logs[t] = in.g_of(row);
   chunk.c[t] = (t ? chunk.c[t - 1] : 0.0) + static_cast<double>(chunk.logs[t]);
   if (t == 0) chunk.c[0] = static_cast<double>(chunk.logs[0]);
-  for (int64_t d = 0; d < key; d++) chunk.keys[t * key + d] = chunk.keys_t[d * chunk_rows + t] = k[d];
+  for (int64_t d = 0; d < key; d++)
+    chunk.keys[t * key + d] = chunk.keys_t[d * chunk_rows + t] = k[d];
   multiply_pair<four>(k, q, key, chunk.keys_t, chunk_rows, along, across);
   multiply_pair<four>(k, q, key, chunk.state, value, reads, asks);
   decays_to(chunk.c[t], chunk.c, t + 1, between);
@@ -218,7 +226,8 @@ ISOBIT_INLINE void close_chunk(const Sizes& sizes, Chunk& chunk, float* work) {
     float* row = chunk.state + d * sizes.value;  // [Dv]
     for (int64_t i = 0; i < sizes.value; i++) row[i] = row[i] * decay;
     float* left = between + chunk_rows;  // [64]
-    for (int64_t j = 0; j < chunk_rows; j++) left[j] = chunk.keys_t[d * chunk_rows + j] * between[j];
+    for (int64_t j = 0; j < chunk_rows; j++)
+      left[j] = chunk.keys_t[d * chunk_rows + j] * between[j];
     continue_row<four>(left, chunk_rows, chunk.fresh, sizes.value, row);
   }
   chunk.filled = 0;
@@ -235,10 +244,10 @@ ISOBIT_INLINE void forward_rows(const Inputs& in, int64_t start, int64_t length,
   }
 }
 
-#define ISOBIT_DELTA_FORWARD(versions, four, T)                                                  \
-  versions void run_forward(std::bool_constant<four>, const Inputs& in, int64_t start,         \
-                            int64_t length, Chunk& chunk, T* work, T* o) {                     \
-    forward_rows<four>(in, start, length, chunk, work, o);                                     \
+#define ISOBIT_DELTA_FORWARD(versions, four, T)                                        \
+  versions void run_forward(std::bool_constant<four>, const Inputs& in, int64_t start, \
+                            int64_t length, Chunk& chunk, T* work, T* o) {             \
+    forward_rows<four>(in, start, length, chunk, work, o);                             \
   }
 ISOBIT_VERSIONS(ISOBIT_DELTA_FORWARD, float)
 
@@ -300,8 +309,7 @@ Sizes sizes_of(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& 
 std::tuple<Tensor, Tensor> delta_rule(const Tensor& q, const Tensor& k, const Tensor& v,
                                       const Tensor& g, const Tensor& beta,
                                       const std::optional<Tensor>& spans,
-                                      const std::optional<Tensor>& state,
-                                      at::IntArrayRef counts) {
+                                      const std::optional<Tensor>& state, at::IntArrayRef counts) {
   check_attested();
   const Sizes sizes = sizes_of(q, k, v, g, beta);
   const Tensor places = spans_or_default("delta_rule", spans, v.sizes().slice(0, v.dim() - 2));
@@ -326,9 +334,14 @@ std::tuple<Tensor, Tensor> delta_rule(const Tensor& q, const Tensor& k, const Te
     Chunk& chunk = room.chunk;
     for (int64_t task = begin; task < end; task++) {
       const int64_t sample = task / sizes.heads, head = task % sizes.heads, from = head / repeats;
-      const Inputs in{inputs[0].const_data_ptr<float>(), inputs[1].const_data_ptr<float>(),
-                      inputs[2].const_data_ptr<float>(), inputs[3].const_data_ptr<float>(),
-                      inputs[4].const_data_ptr<float>(), sizes, from, head};
+      const Inputs in{inputs[0].const_data_ptr<float>(),
+                      inputs[1].const_data_ptr<float>(),
+                      inputs[2].const_data_ptr<float>(),
+                      inputs[3].const_data_ptr<float>(),
+                      inputs[4].const_data_ptr<float>(),
+                      sizes,
+                      from,
+                      head};
       room.begin(sizes);
       float* own = packed + sample * sizes.packed();
       float *matrix = own + head * sizes.matrix(),
@@ -375,23 +388,23 @@ std::tuple<Tensor, Tensor> delta_rule(const Tensor& q, const Tensor& k, const Te
 
 // Where gradients of one head are written: those of q and k per head of v.
 struct Outputs {
-  float *dq, *dk;  // [rows][H][Dk]
-  float* dv;       // [rows][H][Dv]
+  float *dq, *dk;     // [rows][H][Dk]
+  float* dv;          // [rows][H][Dv]
   float *dg, *dbeta;  // [rows][H]
 };
 
 // Buffers of the backward pass of one chunk.
 struct Buffers {
-  float *q, *k;                        // [64][Dk]
-  float *grad, *dnew;                  // [64][Dv]
-  float *reads, *asks, *taken;         // [64][Dv]
-  float *back_grad, *back_new, *kept;  // [64][Dk]
-  float *transposed;                   // [max(Dk, Dv)][max(Dk, Dv, 64)]
-  float *along, *across, *between;     // [64][64]
-  float *by_q, *by_k, *pairs, *both;   // [64][64]
-  float *corrections;                  // [64][64]
+  float *q, *k;                                   // [64][Dk]
+  float *grad, *dnew;                             // [64][Dv]
+  float *reads, *asks, *taken;                    // [64][Dv]
+  float *back_grad, *back_new, *kept;             // [64][Dk]
+  float* transposed;                              // [max(Dk, Dv)][max(Dk, Dv, 64)]
+  float *along, *across, *between;                // [64][64]
+  float *by_q, *by_k, *pairs, *both;              // [64][64]
+  float* corrections;                             // [64][64]
   float *decay, *remaining, *left, *start, *sum;  // [64]
-  float *sent, *wrong;                 // [Dv]
+  float *sent, *wrong;                            // [Dv]
   explicit Buffers(BumpAllocator& m, const Sizes& s) {
     const int64_t key = chunk_rows * s.key, value = chunk_rows * s.value,
                   square = chunk_rows * chunk_rows;
@@ -521,7 +534,8 @@ ISOBIT_INLINE void backward_of_chunk(const Inputs& in, const Outputs& out, const
   }
   float whole = 0.0f, total = 0.0f, suffix = 0.0f;
   if (later) {
-    for (int64_t d = 0; d < key; d++) whole = whole + dot(later + d * value, state + d * value, value);
+    for (int64_t d = 0; d < key; d++)
+      whole = whole + dot(later + d * value, state + d * value, value);
     whole = b.decay[count - 1] * whole;
   }
   for (int64_t t = count - 1; t >= 0; t--) {
@@ -534,7 +548,8 @@ ISOBIT_INLINE void backward_of_chunk(const Inputs& in, const Outputs& out, const
     total = total + b.left[t];
   }
 
-  for (int64_t i = 0; i < s.matrix(); i++) earlier[i] = later ? b.decay[count - 1] * later[i] : 0.0f;
+  for (int64_t i = 0; i < s.matrix(); i++)
+    earlier[i] = later ? b.decay[count - 1] * later[i] : 0.0f;
   for (int64_t t = 0; t < count; t++) {
     const float scale = -(betas[t] * b.decay[t]);
     for (int64_t i = 0; i < value; i++) {
@@ -575,17 +590,17 @@ ISOBIT_INLINE void backward_rows(const Inputs& in, const Outputs& out, const flo
     const int64_t at = number * chunk_rows, count = std::min(chunk_rows, length - at);
     float* into = earlier + number % 2 * s.matrix();
     backward_of_chunk<four>(in, out, upstream, start + at, count, states + number * s.matrix(),
-                      fresh + at * s.value, c + at, later, into, buffers);
+                            fresh + at * s.value, c + at, later, into, buffers);
     later = into;
   }
 }
 
-#define ISOBIT_DELTA_BACKWARD(versions, four, T)                                                   \
-  versions void run_backward(std::bool_constant<four>, const Inputs& in, const Outputs& out,     \
-                             const T* upstream, int64_t start, int64_t length, Chunk& chunk,     \
-                             T* work, T* states, T* fresh, double* c, T* earlier, Buffers& b) {  \
+#define ISOBIT_DELTA_BACKWARD(versions, four, T)                                                  \
+  versions void run_backward(std::bool_constant<four>, const Inputs& in, const Outputs& out,      \
+                             const T* upstream, int64_t start, int64_t length, Chunk& chunk,      \
+                             T* work, T* states, T* fresh, double* c, T* earlier, Buffers& b) {   \
     backward_rows<four>(in, out, upstream, start, length, chunk, work, states, fresh, c, earlier, \
-                        b);                                                                      \
+                        b);                                                                       \
   }
 ISOBIT_VERSIONS(ISOBIT_DELTA_BACKWARD, float)
 
@@ -634,17 +649,22 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> delta_rule_backward(
       const int64_t length = span[2 * sample + 1];
       if (!length) continue;
       const int64_t chunks = (length + chunk_rows - 1) / chunk_rows;
-      Room room(scratch, sizes,
-                Buffers::count(sizes) + (chunks + 2) * sizes.matrix() +
-                    length * (sizes.value + 2) + 256);
+      Room room(
+          scratch, sizes,
+          Buffers::count(sizes) + (chunks + 2) * sizes.matrix() + length * (sizes.value + 2) + 256);
       Buffers buffers(room.memory, sizes);
       float* states = room.memory.allocate(chunks * sizes.matrix());
       float* fresh = room.memory.allocate(length * sizes.value);
       double* c = room.memory.allocate<double>(length);
       float* earlier = room.memory.allocate(2 * sizes.matrix());
-      const Inputs in{inputs[0].const_data_ptr<float>(), inputs[1].const_data_ptr<float>(),
-                      inputs[2].const_data_ptr<float>(), inputs[3].const_data_ptr<float>(),
-                      inputs[4].const_data_ptr<float>(), sizes, head / repeats, head};
+      const Inputs in{inputs[0].const_data_ptr<float>(),
+                      inputs[1].const_data_ptr<float>(),
+                      inputs[2].const_data_ptr<float>(),
+                      inputs[3].const_data_ptr<float>(),
+                      inputs[4].const_data_ptr<float>(),
+                      sizes,
+                      head / repeats,
+                      head};
       call_version([&](auto four) {
         run_backward(four, in, out, upstream.const_data_ptr<float>(), span[2 * sample], length,
                      room.chunk, room.work, states, fresh, c, earlier, buffers);
