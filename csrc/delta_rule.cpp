@@ -37,32 +37,86 @@ ISOBIT_INLINE void add_scaled(float a, const float* __restrict x, int64_t n,
   for (int64_t i = 0; i < n; i++) out[i] = __builtin_fmaf(a, x[i], out[i]);
 }
 
-// Σ_d left[d] · right[d][i]: chains over d.
-//   left   [depth]
-//   right  [depth][width]
-//   out    [width]
-ISOBIT_INLINE void multiply_row(const float* left, int64_t depth, const float* __restrict right,
-                                int64_t width, float* __restrict out) {
-  constexpr int64_t block = 64;
-  int64_t at = 0;
-  for (; at + block <= width; at += block) {
-    float sums[block] = {};
-    for (int64_t d = 0; d < depth; d++) {
-      const float a = left[d];
-      const float* row = right + d * width + at;
-      for (int64_t i = 0; i < block; i++) sums[i] = __builtin_fmaf(a, row[i], sums[i]);
-    }
-    for (int64_t i = 0; i < block; i++) out[at + i] = sums[i];
+// sum = a · x + sum, sixteen lanes from x, each rounded once. With `four` the processor has
+// AVX-512.
+template <bool four>
+ISOBIT_INLINE void fuse(float a, const float* x, Floats& sum) {
+#ifdef ISOBIT_AVX512
+  if constexpr (four) {
+    const Floats factor = Floats{} + a;
+    asm("vfmadd231ps %2, %1, %0"
+        : "+v"(sum)
+        : "v"(factor), "m"(*reinterpret_cast<const Floats*>(x)));
+    return;
   }
-  for (int64_t i = at; i < width; i++) out[i] = 0.0f;
-  for (int64_t d = 0; d < depth; d++) add_scaled(left[d], right + d * width + at, width - at, out + at);
+#endif
+  for (int64_t i = 0; i < lane_count; i++) sum[i] = __builtin_fmaf(a, x[i], sum[i]);
 }
 
-// multiply_row for `count` rows of left [count][depth]; out [count][width].
+// out_r[i] += Σ_d left_r[d] · right[d][i]: chains over d, for R rows that share `right`.
+//   left   R times [depth]
+//   right  [depth][width]
+//   out    R times [width]
+template <bool four, int R>
+ISOBIT_INLINE void continue_rows(const float* const (&left)[R], int64_t depth, const float* right,
+                                 int64_t width, float* const (&out)[R]) {
+  constexpr int64_t vectors = 4, block = vectors * lane_count;
+  int64_t at = 0;
+  for (; four && at + block <= width; at += block) {
+    Floats sums[R][vectors];
+#pragma GCC unroll 2
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+      for (int64_t i = 0; i < vectors; i++) load(out[r] + at + i * lane_count, sums[r][i]);
+    for (int64_t d = 0; d < depth; d++) {
+      const float* row = right + d * width + at;
+#pragma GCC unroll 2
+      for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+        for (int64_t i = 0; i < vectors; i++)
+          fuse<four>(left[r][d], row + i * lane_count, sums[r][i]);
+    }
+#pragma GCC unroll 2
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+      for (int64_t i = 0; i < vectors; i++)
+        *reinterpret_cast<Floats*>(out[r] + at + i * lane_count) = sums[r][i];
+  }
+  for (int r = 0; at < width && r < R; r++)
+    for (int64_t d = 0; d < depth; d++)
+      add_scaled(left[r][d], right + d * width + at, width - at, out[r] + at);
+}
+
+template <bool four>
+ISOBIT_INLINE void continue_row(const float* left, int64_t depth, const float* right, int64_t width,
+                                float* out) {
+  const float* const from[1] = {left};
+  float* const to[1] = {out};
+  continue_rows<four>(from, depth, right, width, to);
+}
+
+// Two rows times one matrix, from zero: both are [depth], both outputs [width].
+template <bool four>
+ISOBIT_INLINE void multiply_pair(const float* a, const float* b, int64_t depth, const float* right,
+                                 int64_t width, float* out_a, float* out_b) {
+  std::fill(out_a, out_a + width, 0.0f);
+  std::fill(out_b, out_b + width, 0.0f);
+  const float* const from[2] = {a, b};
+  float* const to[2] = {out_a, out_b};
+  continue_rows<four>(from, depth, right, width, to);
+}
+
+// `count` rows times one matrix, from zero: left [count][depth], out [count][width].
+template <bool four>
 ISOBIT_INLINE void multiply_rows(const float* left, int64_t count, int64_t depth,
                                  const float* right, int64_t width, float* out) {
-  for (int64_t t = 0; t < count; t++)
-    multiply_row(left + t * depth, depth, right, width, out + t * width);
+  int64_t t = 0;
+  for (; t + 2 <= count; t += 2)
+    multiply_pair<four>(left + t * depth, left + (t + 1) * depth, depth, right, width,
+                        out + t * width, out + (t + 1) * width);
+  if (t == count) return;
+  std::fill(out + t * width, out + (t + 1) * width, 0.0f);
+  continue_row<four>(left + t * depth, depth, right, width, out + t * width);
 }
 
 // Σ_d left[d] · right[d], one chain. Both are [n].
@@ -120,8 +174,12 @@ struct Inputs {
   const float *q, *k, *v, *g, *beta;
   Sizes sizes;
   int64_t key_head, head;
-  const float* q_row(int64_t row) const { return q + (row * sizes.key_heads + key_head) * sizes.key; }
-  const float* k_row(int64_t row) const { return k + (row * sizes.key_heads + key_head) * sizes.key; }
+  const float* q_row(int64_t row) const {
+    return q + (row * sizes.key_heads + key_head) * sizes.key;
+  }
+  const float* k_row(int64_t row) const {
+    return k + (row * sizes.key_heads + key_head) * sizes.key;
+  }
   const float* v_row(int64_t row) const { return v + (row * sizes.heads + head) * sizes.value; }
   float g_of(int64_t row) const { return g[row * sizes.heads + head]; }
   float beta_of(int64_t row) const { return beta[row * sizes.heads + head]; }
@@ -129,6 +187,7 @@ struct Inputs {
 
 // Adds one row to a chunk. out [Dv] is o of the row, or null.
 //   work  [4 · 64 + 2 · Dv]
+template <bool four>
 ISOBIT_INLINE void add_row(const Inputs& in, int64_t row, Chunk& chunk, float* work, float* out) {
   const int64_t t = chunk.filled, key = in.sizes.key, value = in.sizes.value;
   float *along = work, *across = along + chunk_rows, *between = across + chunk_rows;
@@ -138,26 +197,26 @@ ISOBIT_INLINE void add_row(const Inputs& in, int64_t row, Chunk& chunk, float* w
   chunk.logs[t] = in.g_of(row);
   chunk.c[t] = (t ? chunk.c[t - 1] : 0.0) + static_cast<double>(chunk.logs[t]);
   if (t == 0) chunk.c[0] = static_cast<double>(chunk.logs[0]);
-  for (int64_t d = 0; d < key; d++) chunk.keys[t * key + d] = chunk.keys_t[d * chunk_rows + t] = k[d];
-  multiply_row(k, key, chunk.keys_t, chunk_rows, along);
+  for (int64_t d = 0; d < key; d++)
+    chunk.keys[t * key + d] = chunk.keys_t[d * chunk_rows + t] = k[d];
+  multiply_pair<four>(k, q, key, chunk.keys_t, chunk_rows, along, across);
+  multiply_pair<four>(k, q, key, chunk.state, value, reads, asks);
   decays_to(chunk.c[t], chunk.c, t + 1, between);
   const float decay = exp_one(chunk.c[t]);
-  multiply_row(k, key, chunk.state, value, reads);
   float* fresh = chunk.fresh + t * value;  // [Dv]
   for (int64_t i = 0; i < value; i++) fresh[i] = beta * (v[i] - decay * reads[i]);
-  for (int64_t j = 0; j < t; j++)
-    add_scaled(-(beta * along[j] * between[j]), chunk.fresh + j * value, value, fresh);
+  for (int64_t j = 0; j < t; j++) along[j] = -(beta * along[j] * between[j]);
+  continue_row<four>(along, t, chunk.fresh, value, fresh);
   if (out) {
-    multiply_row(q, key, chunk.keys_t, chunk_rows, across);
-    multiply_row(q, key, chunk.state, value, asks);
     for (int64_t i = 0; i < value; i++) out[i] = decay * asks[i];
-    for (int64_t j = 0; j <= t; j++)
-      add_scaled(across[j] * between[j], chunk.fresh + j * value, value, out);
+    for (int64_t j = 0; j <= t; j++) across[j] = across[j] * between[j];
+    continue_row<four>(across, t + 1, chunk.fresh, value, out);
   }
   chunk.filled = t + 1;
 }
 
 // The state that a full chunk leaves, in the place of that at its start.
+template <bool four>
 ISOBIT_INLINE void close_chunk(const Sizes& sizes, Chunk& chunk, float* work) {
   const double last = chunk.c[chunk_rows - 1];
   float* between = work;  // [64]
@@ -166,22 +225,31 @@ ISOBIT_INLINE void close_chunk(const Sizes& sizes, Chunk& chunk, float* work) {
   for (int64_t d = 0; d < sizes.key; d++) {
     float* row = chunk.state + d * sizes.value;  // [Dv]
     for (int64_t i = 0; i < sizes.value; i++) row[i] = row[i] * decay;
+    float* left = between + chunk_rows;  // [64]
     for (int64_t j = 0; j < chunk_rows; j++)
-      add_scaled(chunk.keys[j * sizes.key + d] * between[j], chunk.fresh + j * sizes.value,
-                 sizes.value, row);
+      left[j] = chunk.keys_t[d * chunk_rows + j] * between[j];
+    continue_row<four>(left, chunk_rows, chunk.fresh, sizes.value, row);
   }
   chunk.filled = 0;
 }
 
 // All rows of a sample, for one head. o is [rows][H][Dv].
-ISOBIT_CLONES void run_forward(const Inputs& in, int64_t start, int64_t length, Chunk& chunk,
-                               float* work, float* o) {
+template <bool four>
+ISOBIT_INLINE void forward_rows(const Inputs& in, int64_t start, int64_t length, Chunk& chunk,
+                                float* work, float* o) {
   const Sizes& sizes = in.sizes;
   for (int64_t row = start; row < start + length; row++) {
-    add_row(in, row, chunk, work, o + (row * sizes.heads + in.head) * sizes.value);
-    if (chunk.filled == chunk_rows) close_chunk(sizes, chunk, work);
+    add_row<four>(in, row, chunk, work, o + (row * sizes.heads + in.head) * sizes.value);
+    if (chunk.filled == chunk_rows) close_chunk<four>(sizes, chunk, work);
   }
 }
+
+#define ISOBIT_DELTA_FORWARD(versions, four, T)                                        \
+  versions void run_forward(std::bool_constant<four>, const Inputs& in, int64_t start, \
+                            int64_t length, Chunk& chunk, T* work, T* o) {             \
+    forward_rows<four>(in, start, length, chunk, work, o);                             \
+  }
+ISOBIT_VERSIONS(ISOBIT_DELTA_FORWARD, float)
 
 // Room of one task: a chunk, and what add_row needs.
 struct Room {
@@ -241,8 +309,7 @@ Sizes sizes_of(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& 
 std::tuple<Tensor, Tensor> delta_rule(const Tensor& q, const Tensor& k, const Tensor& v,
                                       const Tensor& g, const Tensor& beta,
                                       const std::optional<Tensor>& spans,
-                                      const std::optional<Tensor>& state,
-                                      at::IntArrayRef counts) {
+                                      const std::optional<Tensor>& state, at::IntArrayRef counts) {
   check_attested();
   const Sizes sizes = sizes_of(q, k, v, g, beta);
   const Tensor places = spans_or_default("delta_rule", spans, v.sizes().slice(0, v.dim() - 2));
@@ -267,9 +334,14 @@ std::tuple<Tensor, Tensor> delta_rule(const Tensor& q, const Tensor& k, const Te
     Chunk& chunk = room.chunk;
     for (int64_t task = begin; task < end; task++) {
       const int64_t sample = task / sizes.heads, head = task % sizes.heads, from = head / repeats;
-      const Inputs in{inputs[0].const_data_ptr<float>(), inputs[1].const_data_ptr<float>(),
-                      inputs[2].const_data_ptr<float>(), inputs[3].const_data_ptr<float>(),
-                      inputs[4].const_data_ptr<float>(), sizes, from, head};
+      const Inputs in{inputs[0].const_data_ptr<float>(),
+                      inputs[1].const_data_ptr<float>(),
+                      inputs[2].const_data_ptr<float>(),
+                      inputs[3].const_data_ptr<float>(),
+                      inputs[4].const_data_ptr<float>(),
+                      sizes,
+                      from,
+                      head};
       room.begin(sizes);
       float* own = packed + sample * sizes.packed();
       float *matrix = own + head * sizes.matrix(),
@@ -292,7 +364,9 @@ std::tuple<Tensor, Tensor> delta_rule(const Tensor& q, const Tensor& k, const Te
             chunk.keys_t[d * chunk_rows + t] = chunk.keys[t * sizes.key + d];
         }
       }
-      run_forward(in, span[2 * sample], span[2 * sample + 1], chunk, room.work, out);
+      call_version([&](auto four) {
+        run_forward(four, in, span[2 * sample], span[2 * sample + 1], chunk, room.work, out);
+      });
       if (!state) continue;
       std::copy(chunk.state, chunk.state + sizes.matrix(), matrix);
       std::fill(fresh, fresh + chunk_rows * sizes.value, 0.0f);
@@ -314,23 +388,23 @@ std::tuple<Tensor, Tensor> delta_rule(const Tensor& q, const Tensor& k, const Te
 
 // Where gradients of one head are written: those of q and k per head of v.
 struct Outputs {
-  float *dq, *dk;  // [rows][H][Dk]
-  float* dv;       // [rows][H][Dv]
+  float *dq, *dk;     // [rows][H][Dk]
+  float* dv;          // [rows][H][Dv]
   float *dg, *dbeta;  // [rows][H]
 };
 
 // Buffers of the backward pass of one chunk.
 struct Buffers {
-  float *q, *k;                        // [64][Dk]
-  float *grad, *dnew;                  // [64][Dv]
-  float *reads, *asks, *taken;         // [64][Dv]
-  float *back_grad, *back_new, *kept;  // [64][Dk]
-  float *transposed;                   // [max(Dk, Dv)][max(Dk, Dv, 64)]
-  float *along, *across, *between;     // [64][64]
-  float *by_q, *by_k, *pairs, *both;   // [64][64]
-  float *corrections;                  // [64][64]
+  float *q, *k;                                   // [64][Dk]
+  float *grad, *dnew;                             // [64][Dv]
+  float *reads, *asks, *taken;                    // [64][Dv]
+  float *back_grad, *back_new, *kept;             // [64][Dk]
+  float* transposed;                              // [max(Dk, Dv)][max(Dk, Dv, 64)]
+  float *along, *across, *between;                // [64][64]
+  float *by_q, *by_k, *pairs, *both;              // [64][64]
+  float* corrections;                             // [64][64]
   float *decay, *remaining, *left, *start, *sum;  // [64]
-  float *sent, *wrong;                 // [Dv]
+  float *sent, *wrong;                            // [Dv]
   explicit Buffers(BumpAllocator& m, const Sizes& s) {
     const int64_t key = chunk_rows * s.key, value = chunk_rows * s.value,
                   square = chunk_rows * chunk_rows;
@@ -358,6 +432,7 @@ struct Buffers {
 //   c        [count]
 //   later    [Dk][Dv], the gradient of the state that it leaves, or null
 //   earlier  [Dk][Dv], the gradient of the state at its start
+template <bool four>
 ISOBIT_INLINE void backward_of_chunk(const Inputs& in, const Outputs& out, const float* upstream,
                                      int64_t first, int64_t count, const float* state,
                                      const float* fresh, const double* c, const float* later,
@@ -376,15 +451,15 @@ ISOBIT_INLINE void backward_of_chunk(const Inputs& in, const Outputs& out, const
     decays_to(c[t], c, t + 1, b.between + t * side);
   }
   transpose(b.k, count, key, side, b.transposed);
-  multiply_rows(b.k, count, key, b.transposed, side, b.along);
-  multiply_rows(b.q, count, key, b.transposed, side, b.across);
-  multiply_rows(b.k, count, key, state, value, b.reads);
-  multiply_rows(b.q, count, key, state, value, b.asks);
+  multiply_rows<four>(b.k, count, key, b.transposed, side, b.along);
+  multiply_rows<four>(b.q, count, key, b.transposed, side, b.across);
+  multiply_rows<four>(b.k, count, key, state, value, b.reads);
+  multiply_rows<four>(b.q, count, key, state, value, b.asks);
 
   std::fill(b.dnew, b.dnew + count * value, 0.0f);
   if (later) {
     decays_to(c[count - 1], c, count, b.remaining);
-    multiply_rows(b.k, count, key, later, value, b.taken);
+    multiply_rows<four>(b.k, count, key, later, value, b.taken);
     for (int64_t t = 0; t < count; t++) {
       for (int64_t i = 0; i < value; i++)
         b.dnew[t * value + i] = b.remaining[t] * b.taken[t * value + i];
@@ -402,8 +477,8 @@ ISOBIT_INLINE void backward_of_chunk(const Inputs& in, const Outputs& out, const
   }
 
   transpose(fresh, count, value, side, b.transposed);
-  multiply_rows(b.dnew, count, value, b.transposed, side, b.corrections);
-  multiply_rows(b.grad, count, value, b.transposed, side, b.by_q);
+  multiply_rows<four>(b.dnew, count, value, b.transposed, side, b.corrections);
+  multiply_rows<four>(b.grad, count, value, b.transposed, side, b.by_q);
   for (int64_t t = 0; t < count; t++)
     for (int64_t j = 0; j < side; j++) {
       const int64_t at = t * side + j;
@@ -416,11 +491,11 @@ ISOBIT_INLINE void backward_of_chunk(const Inputs& in, const Outputs& out, const
       b.both[t * side + j] = b.by_k[t * side + j] + b.by_k[j * side + t];
 
   transpose(state, key, value, key, b.transposed);  // [Dv][Dk]
-  multiply_rows(b.grad, count, value, b.transposed, key, b.back_grad);
-  multiply_rows(b.dnew, count, value, b.transposed, key, b.back_new);
+  multiply_rows<four>(b.grad, count, value, b.transposed, key, b.back_grad);
+  multiply_rows<four>(b.dnew, count, value, b.transposed, key, b.back_new);
   if (later) {
     transpose(later, key, value, key, b.transposed);
-    multiply_rows(fresh, count, value, b.transposed, key, b.kept);
+    multiply_rows<four>(fresh, count, value, b.transposed, key, b.kept);
   }
   for (int64_t t = 0; t < count; t++) {
     const int64_t row = first + t, at = row * s.heads + in.head;
@@ -440,11 +515,12 @@ ISOBIT_INLINE void backward_of_chunk(const Inputs& in, const Outputs& out, const
       dk[d] = later ? b.remaining[t] * b.kept[t * key + d] : 0.0f;
       dk[d] = __builtin_fmaf(scale, b.back_new[t * key + d], dk[d]);
     }
-    for (int64_t j = 0; j < count; j++) {
-      if (j <= t) add_scaled(b.by_q[t * side + j], b.k + j * key, key, dq);
-      add_scaled(-b.both[t * side + j], b.k + j * key, key, dk);
-    }
-    for (int64_t j = t; j < count; j++) add_scaled(b.by_q[j * side + t], b.q + j * key, key, dk);
+    float left[chunk_rows];
+    continue_row<four>(b.by_q + t * side, t + 1, b.k, key, dq);
+    for (int64_t j = 0; j < count; j++) left[j] = -b.both[t * side + j];
+    continue_row<four>(left, count, b.k, key, dk);
+    for (int64_t j = t; j < count; j++) left[j - t] = b.by_q[j * side + t];
+    continue_row<four>(left, count - t, b.q + t * key, key, dk);
   }
 
   // g_t is in c_s for s >= t, and in c_s − c_j for s >= t > j.
@@ -458,7 +534,8 @@ ISOBIT_INLINE void backward_of_chunk(const Inputs& in, const Outputs& out, const
   }
   float whole = 0.0f, total = 0.0f, suffix = 0.0f;
   if (later) {
-    for (int64_t d = 0; d < key; d++) whole = whole + dot(later + d * value, state + d * value, value);
+    for (int64_t d = 0; d < key; d++)
+      whole = whole + dot(later + d * value, state + d * value, value);
     whole = b.decay[count - 1] * whole;
   }
   for (int64_t t = count - 1; t >= 0; t--) {
@@ -471,7 +548,8 @@ ISOBIT_INLINE void backward_of_chunk(const Inputs& in, const Outputs& out, const
     total = total + b.left[t];
   }
 
-  for (int64_t i = 0; i < s.matrix(); i++) earlier[i] = later ? b.decay[count - 1] * later[i] : 0.0f;
+  for (int64_t i = 0; i < s.matrix(); i++)
+    earlier[i] = later ? b.decay[count - 1] * later[i] : 0.0f;
   for (int64_t t = 0; t < count; t++) {
     const float scale = -(betas[t] * b.decay[t]);
     for (int64_t i = 0; i < value; i++) {
@@ -490,31 +568,41 @@ ISOBIT_INLINE void backward_of_chunk(const Inputs& in, const Outputs& out, const
 //   fresh    [length][Dv], scratch
 //   c        [length], scratch
 //   earlier  [2][Dk][Dv], scratch
-ISOBIT_CLONES void run_backward(const Inputs& in, const Outputs& out, const float* upstream,
-                                int64_t start, int64_t length, Chunk& chunk, float* work,
-                                float* states, float* fresh, double* c, float* earlier,
-                                Buffers& buffers) {
+template <bool four>
+ISOBIT_INLINE void backward_rows(const Inputs& in, const Outputs& out, const float* upstream,
+                                 int64_t start, int64_t length, Chunk& chunk, float* work,
+                                 float* states, float* fresh, double* c, float* earlier,
+                                 Buffers& buffers) {
   const Sizes& s = in.sizes;
   for (int64_t at = 0; at < length; at++) {
     const int64_t number = at / chunk_rows;
     if (chunk.filled == 0)
       std::copy(chunk.state, chunk.state + s.matrix(), states + number * s.matrix());
-    add_row(in, start + at, chunk, work, nullptr);
+    add_row<four>(in, start + at, chunk, work, nullptr);
     const float* row = chunk.fresh + (chunk.filled - 1) * s.value;
     std::copy(row, row + s.value, fresh + at * s.value);
     c[at] = chunk.c[chunk.filled - 1];
-    if (chunk.filled == chunk_rows) close_chunk(s, chunk, work);
+    if (chunk.filled == chunk_rows) close_chunk<four>(s, chunk, work);
   }
   const float* later = nullptr;
   const int64_t chunks = (length + chunk_rows - 1) / chunk_rows;
   for (int64_t number = chunks - 1; number >= 0; number--) {
     const int64_t at = number * chunk_rows, count = std::min(chunk_rows, length - at);
     float* into = earlier + number % 2 * s.matrix();
-    backward_of_chunk(in, out, upstream, start + at, count, states + number * s.matrix(),
-                      fresh + at * s.value, c + at, later, into, buffers);
+    backward_of_chunk<four>(in, out, upstream, start + at, count, states + number * s.matrix(),
+                            fresh + at * s.value, c + at, later, into, buffers);
     later = into;
   }
 }
+
+#define ISOBIT_DELTA_BACKWARD(versions, four, T)                                                  \
+  versions void run_backward(std::bool_constant<four>, const Inputs& in, const Outputs& out,      \
+                             const T* upstream, int64_t start, int64_t length, Chunk& chunk,      \
+                             T* work, T* states, T* fresh, double* c, T* earlier, Buffers& b) {   \
+    backward_rows<four>(in, out, upstream, start, length, chunk, work, states, fresh, c, earlier, \
+                        b);                                                                       \
+  }
+ISOBIT_VERSIONS(ISOBIT_DELTA_BACKWARD, float)
 
 // [rows][Hk][D] = the sums over the heads that read one head of keys, from the first.
 Tensor sum_groups(const Tensor& grads, const Tensor& like) {
@@ -561,19 +649,26 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> delta_rule_backward(
       const int64_t length = span[2 * sample + 1];
       if (!length) continue;
       const int64_t chunks = (length + chunk_rows - 1) / chunk_rows;
-      Room room(scratch, sizes,
-                Buffers::count(sizes) + (chunks + 2) * sizes.matrix() +
-                    length * (sizes.value + 2) + 256);
+      Room room(
+          scratch, sizes,
+          Buffers::count(sizes) + (chunks + 2) * sizes.matrix() + length * (sizes.value + 2) + 256);
       Buffers buffers(room.memory, sizes);
       float* states = room.memory.allocate(chunks * sizes.matrix());
       float* fresh = room.memory.allocate(length * sizes.value);
       double* c = room.memory.allocate<double>(length);
       float* earlier = room.memory.allocate(2 * sizes.matrix());
-      const Inputs in{inputs[0].const_data_ptr<float>(), inputs[1].const_data_ptr<float>(),
-                      inputs[2].const_data_ptr<float>(), inputs[3].const_data_ptr<float>(),
-                      inputs[4].const_data_ptr<float>(), sizes, head / repeats, head};
-      run_backward(in, out, upstream.const_data_ptr<float>(), span[2 * sample], length,
-                   room.chunk, room.work, states, fresh, c, earlier, buffers);
+      const Inputs in{inputs[0].const_data_ptr<float>(),
+                      inputs[1].const_data_ptr<float>(),
+                      inputs[2].const_data_ptr<float>(),
+                      inputs[3].const_data_ptr<float>(),
+                      inputs[4].const_data_ptr<float>(),
+                      sizes,
+                      head / repeats,
+                      head};
+      call_version([&](auto four) {
+        run_backward(four, in, out, upstream.const_data_ptr<float>(), span[2 * sample], length,
+                     room.chunk, room.work, states, fresh, c, earlier, buffers);
+      });
     }
   });
   Tensor found[] = {sum_groups(dq, q), sum_groups(dk, k), dv, dg, dbeta};

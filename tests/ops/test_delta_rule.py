@@ -8,7 +8,7 @@ import torch
 
 import isobit
 from isobit import ArgumentError, DeltaState, Samples, UnsupportedError, bits
-from isobit.ops.delta_rule import gates, reference
+from isobit.ops.delta_rule import gates, portable, reference
 
 CUTS = ([1] * 200, [7] * 28 + [4], [100, 100], [63, 1, 1, 64, 71])
 KEY_HEADS, HEADS, KEY, VALUE = 2, 4, 16, 24
@@ -134,6 +134,29 @@ def test_states_are_selected_and_samples_without_rows_stay():
     assert bits.equal(found, whole[0, 12:])
     assert bits.equal(state.packed[1], before)
     assert state.counts == [20, 12]
+
+
+def test_wide_heads_have_the_portable_bits():
+    """Blocks of 64 columns and a tail behind them, which the attestation is too small for."""
+    drawn = torch.Generator().manual_seed(4)
+    q, k = (torch.randn(66, 1, 33, generator=drawn) * 0.1 for _ in range(2))
+    v = torch.randn(66, 2, 150, generator=drawn)
+    g, beta = (-torch.rand(66, 2, generator=drawn) for _ in range(2))
+    given, spans = (q, k, v, g, -beta), [(0, 66)]
+    assert bits.equal(isobit.delta_rule(*given), portable.delta_rule(*given, spans, None, [])[0])
+    leaves = [t.clone().requires_grad_() for t in given]
+    found = torch.autograd.grad(isobit.delta_rule(*leaves), leaves, v)
+    wanted = portable.delta_rule_backward(v, *given, spans)
+    assert all(bits.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_a_call_without_rows_changes_no_state():
+    state = empty_state()
+    isobit.delta_rule(*rows(5), state=state)
+    before = state.packed.clone()
+    assert isobit.delta_rule(*rows(0), state=state).shape == (1, 0, HEADS, VALUE)
+    assert bits.equal(state.packed, before)
+    assert state.counts == [5]
 
 
 def test_errors_name_what_does_not_fit():

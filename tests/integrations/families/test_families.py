@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.families import COLUMNS, TYPES, judge
 
-CHEAP = ("mistral", "olmo3", "phi3", "granite", "gemma3_text", "qwen2_moe")
+CHEAP = ("mistral", "olmo3", "phi3", "granite", "gemma3_text", "qwen2_moe", "qwen3_5_text")
 NATS, GRADIENTS = 1e-4, 1e-5  # from stock, in fp32
 
 

@@ -91,8 +91,8 @@ def cropped(subject: Rule, case: Case, tally: Tally) -> None:
     whole = subject(*given)
     for first in (3, CHUNK - 1, CHUNK + 2, rows - 5):
         for count in (1, 5):
-            if first // CHUNK != (first + count - 1) // CHUNK or (first + count) % CHUNK == 0:
-                continue  # the dropped tokens closed the chunk: an error, below
+            if not 0 <= first < rows or first // CHUNK != (first + count) // CHUNK:
+                continue  # there are fewer tokens; or those to drop close the chunk, an error, below
             tally.count(rows - first)
             state = subject.start(given[0])
             subject(*(t[:first] for t in given), state=state)
@@ -101,7 +101,7 @@ def cropped(subject: Rule, case: Case, tally: Tally) -> None:
             rest = subject(*(t[first:] for t in given), state=state)
             tally.same(rest, whole[first:], f"after {count} tokens behind {first} were dropped")
     state = subject.start(given[0])
-    subject(*(t[: CHUNK + 2] for t in given), state=state)
+    subject(*drawn(case, CHUNK + 2), state=state)
     must_raise(partial(state.crop, 3), "a crop beyond the open chunk", tally, UnsupportedError)
 
 

@@ -156,6 +156,8 @@ def delta_rule(
     if state is None:
         return launch("delta_rule", sizes, *given, None, [])[0]  # type: ignore[no-any-return]
     check_state(state, given, count)
+    if not v.shape[-3]:  # no rows: the state stays
+        return torch.zeros_like(v)
     o, state.packed = launch("delta_rule", sizes, *given, state.packed, state.counts)
     lengths = [v.shape[-3]] * count if spans is None else spans[:, 1].tolist()
     state.counts = [a + b for a, b in zip(state.counts, lengths, strict=True)]
