@@ -1,10 +1,10 @@
 """What a teacher said, in a file by sample: written once, read by every run, and checked against the live teacher.
 
 [Note: what a store can get wrong] FALSIFY-ALBOR-006: a stored log-probability has the bits of live inference. An
-enabled teacher gives a token the same bits in every batch, so a store is judged by comparison, without a tolerance, and a wrong
-one is named: the weights of another model (by digest), samples in another order (an entry has the bits of another
-sample), a narrower dtype (an entry is the live one, rounded), tokens that are shifted, a temperature that is not the
-stated one. What is none of these is numerics: a teacher that ran without `isobit.enable`, or elsewhere.
+enabled teacher gives a token the same bits in every batch, so a store is judged by comparison, without a tolerance, and
+a wrong one is named: the weights of another model (by digest), samples in another order (an entry has the bits of
+another sample), a narrower dtype (an entry is the live one, rounded), tokens that are shifted. What is none of these is
+temperature or numerics: a teacher that ran without `isobit.enable`, or elsewhere.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class StoreFinding:
     """One thing that is wrong with a store.
 
     Attributes:
-        cause: weights, order, dtype, shift, temperature, tokens, or numerics.
+        cause: weights, order, dtype, shift, tokens, temperature or numerics, or numerics.
         sample: The sample that shows it, or "" for the whole store.
         detail: What was found.
     """
