@@ -6,6 +6,7 @@ the live teacher and from its stored logits.
 
 import itertools
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,9 +27,11 @@ from isobit.integrations.transformers.enabling import enable
 from isobit.integrations.transformers.perplexity import perplexity
 from isobit.integrations.transformers.teacher_store import (
     TeacherStore,
-    verify_teacher_store,
-    write_teacher_store,
+    verify_store,
+    write_store,
 )
+from isobit.integrations.trl.gkd import OrderedGKD
+from isobit.ops.distillation.reference import divergence
 from isobit.ops.exact_sum.op import exact_sum
 from isobit.ops.linear.op import linear_fp32
 from isobit.optim import AdamW
@@ -103,7 +106,7 @@ def test_a_model_learns_nothing_from_itself():
     known = teacher_states(student.eval(), rows.ids, rows.mask, None)
     loss = distil(student, known, rows.ids, rows.mask, alpha=1.0, temperature=2.0)
     loss.backward()
-    assert float(loss.detach()) == 0.0
+    assert loss.item() == 0.0
     grads: list[Tensor] = [p.grad for p in student.parameters() if p.grad is not None]
     assert grads
     assert all(bool((g == 0).all()) for g in grads)
@@ -118,7 +121,7 @@ def test_a_teacher_in_training_mode_is_refused():
 
 def store_of(tmp_path, teacher, samples, count=6, name="store"):
     path = tmp_path / f"{name}.safetensors"
-    write_teacher_store(path, teacher, samples, count=count, temperature=2.0)
+    write_store(path, teacher, samples, count=count, temperature=2.0)
     return path
 
 
@@ -144,20 +147,20 @@ def test_wrong_teacher_stores_are_named(tmp_path):
     length = min(len(sample) for sample in drawn)
     samples = {f"s{i}": sample[:length] for i, sample in enumerate(drawn)}
     path = store_of(tmp_path, teacher, samples)
-    assert verify_teacher_store(path, teacher, samples) == []
+    assert verify_store(path, teacher, samples) == []
     found = []
     right = path.read_bytes()
     for kind, seed in itertools.product(("order", "dtype", "weights"), range(10)):
         path.write_bytes(right)
         if kind != "weights":
             spoil(path, kind, seed)
-            causes = {one.cause for one in verify_teacher_store(path, teacher, samples)}
+            causes = {one.cause for one in verify_store(path, teacher, samples)}
         else:
             with torch.no_grad():
                 weight = next(itertools.islice(teacher.parameters(), seed, None))
                 kept = weight.clone()
                 weight.view(-1)[0] += 2.0**-10
-                causes = {one.cause for one in verify_teacher_store(path, teacher, samples)}
+                causes = {one.cause for one in verify_store(path, teacher, samples)}
                 weight.copy_(kept)
         found.append(causes == {kind})
     assert found == [True] * 30
@@ -189,3 +192,47 @@ def test_perplexity_is_one_number():
         lambda rank: perplexity(models()[1], batches(2, samples[rank * 4 : rank * 4 + 4]))
     )
     assert found.values == [whole] * 2
+
+
+class StandInTrainer:
+    """What OrderedGKD uses of TRL's trainer."""
+
+    def __init__(self, student, teacher, beta):
+        self.model, self.teacher_model, self.beta = student, teacher, beta
+        self.accelerator = SimpleNamespace(unwrap_model=lambda model: model)
+
+
+def trl_loss(student, teacher, beta):
+    """TRL's generalized_jsd_loss, in fp64 and summed over words."""
+    q, p = (x.double().log_softmax(-1) for x in (student, teacher))
+    if beta in (0, 1):
+        return divergence(p, q, "forward" if beta == 0 else "reverse", 0.5)
+    return divergence(p, q, "jsd", beta)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_the_gkd_trainers_loss(beta):
+    class Trainer(OrderedGKD, StandInTrainer):
+        pass
+
+    student, teacher = models()
+    trainer = Trainer(student.eval(), teacher, beta)
+    rows = lay_out(draw_samples(SMALL, 0))
+    labels = rows.ids.masked_fill(rows.mask == 0, -100)
+    labels[:, :2] = -100
+    inputs = {"input_ids": rows.ids, "attention_mask": rows.mask, "labels": labels}
+    found = trainer.compute_loss(student, inputs)
+    with torch.no_grad():
+        logits = [m(rows.ids, attention_mask=rows.mask).logits for m in (student, teacher)]
+    kept = labels[:, 1:] != -100
+    wanted = trl_loss(*logits, beta)[:, :-1][kept].mean()
+    assert found.item() == pytest.approx(wanted.item(), rel=1e-5)
+    halves = [
+        trainer.compute_loss(
+            student, {k: v[at] for k, v in inputs.items()}, num_items_in_batch=kept.sum()
+        )
+        for at in (slice(0, 3), slice(3, 8))
+    ]
+    assert (halves[0] + halves[1]).item() == pytest.approx(found.item(), rel=1e-6)
+    with pytest.raises(UnsupportedError, match="prediction_loss_only"):
+        trainer.compute_loss(student, inputs, return_outputs=True)

@@ -11,12 +11,8 @@ from isobit.integrations.transformers.scoring import logprobs as logprobs
 from isobit.integrations.transformers.scoring import logprobs_and_entropy as logprobs_and_entropy
 from isobit.integrations.transformers.strictness import coverage_report as coverage_report
 from isobit.integrations.transformers.teacher_store import TeacherStore as TeacherStore
-from isobit.integrations.transformers.teacher_store import (
-    verify_teacher_store as verify_teacher_store,
-)
-from isobit.integrations.transformers.teacher_store import (
-    write_teacher_store as write_teacher_store,
-)
+from isobit.integrations.transformers.teacher_store import verify_store as verify_store
+from isobit.integrations.transformers.teacher_store import write_store as write_store
 from isobit.integrations.transformers.tensor_parallel import shard as shard
 from isobit.integrations.transformers.tensor_parallel import unshard as unshard
 from isobit.integrations.transformers.trainer import OrderedTrainer as OrderedTrainer

@@ -58,7 +58,7 @@ def digest_model(model: nn.Module) -> str:
     return found.hexdigest()
 
 
-def write_teacher_store(
+def write_store(
     path: str | Path,
     teacher: nn.Module,
     samples: Mapping[str, Tensor],
@@ -93,7 +93,7 @@ def write_teacher_store(
 
 
 class TeacherStore:
-    """A file that `write_teacher_store` wrote.
+    """A file that `write_store` wrote.
 
     Raises:
         ArgumentError: It is not such a file.
@@ -147,7 +147,7 @@ class TeacherStore:
         return ids, values
 
 
-def verify_teacher_store(
+def verify_store(
     store: TeacherStore | str | Path,
     teacher: nn.Module,
     samples: Mapping[str, Tensor],
@@ -232,7 +232,7 @@ def refuse_store(received: str) -> NoReturn:
     raise ArgumentError(
         expected="a teacher store",
         received=received,
-        remedy="write one with write_teacher_store",
+        remedy="write one with write_store",
     )
 
 
