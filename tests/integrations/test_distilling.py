@@ -4,12 +4,17 @@ A small Qwen3 learns from a larger one: one loss curve and one digest over 1 and
 the live teacher and from its stored logits.
 """
 
+import itertools
+import json
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from isobit import UnsupportedError, bits
+from isobit import ArgumentError, UnsupportedError, bits
 from isobit.gates.training.workload import (
     Workload,
     active_tokens,
@@ -19,6 +24,14 @@ from isobit.gates.training.workload import (
 )
 from isobit.integrations.transformers.distilling import distil, most_likely, teacher_states
 from isobit.integrations.transformers.enabling import enable
+from isobit.integrations.transformers.perplexity import perplexity
+from isobit.integrations.transformers.teacher_store import (
+    TeacherStore,
+    verify_store,
+    write_store,
+)
+from isobit.integrations.trl.gkd import OrderedGKD
+from isobit.ops.distillation.reference import divergence
 from isobit.ops.exact_sum.op import exact_sum
 from isobit.ops.linear.op import linear_fp32
 from isobit.optim import AdamW
@@ -93,7 +106,7 @@ def test_a_model_learns_nothing_from_itself():
     known = teacher_states(student.eval(), rows.ids, rows.mask, None)
     loss = distil(student, known, rows.ids, rows.mask, alpha=1.0, temperature=2.0)
     loss.backward()
-    assert float(loss.detach()) == 0.0
+    assert loss.item() == 0.0
     grads: list[Tensor] = [p.grad for p in student.parameters() if p.grad is not None]
     assert grads
     assert all(bool((g == 0).all()) for g in grads)
@@ -104,3 +117,122 @@ def test_a_teacher_in_training_mode_is_refused():
     ids = torch.zeros(1, 3, dtype=torch.int64)
     with pytest.raises(UnsupportedError, match="eval"):
         distil(student, teacher.train(), ids)
+
+
+def store_of(tmp_path, teacher, samples, count=6, name="store"):
+    path = tmp_path / f"{name}.safetensors"
+    write_store(path, teacher, samples, count=count, temperature=2.0)
+    return path
+
+
+def spoil(path, kind: str, seed: int):
+    """Write the store again with one fault."""
+    tensors = load_file(path)
+    about = TeacherStore(path).about
+    names = sorted(json.loads(about["tokens"]))
+    one, other = (f"s{(seed + i) % len(names)}" for i in (0, 1))
+    if kind == "order":
+        for part in ("ids", "logprobs"):
+            keys = f"{one}.{part}", f"{other}.{part}"
+            tensors[keys[0]], tensors[keys[1]] = tensors[keys[1]], tensors[keys[0]]
+    elif kind == "dtype":
+        tensors[f"{one}.logprobs"] = tensors[f"{one}.logprobs"].bfloat16()
+    save_file(tensors, path, metadata=about)
+
+
+def test_wrong_teacher_stores_are_named(tmp_path):
+    """FALSIFY-ALBOR-006: 30 of 30 wrong stores are named; the right one has the bits of live inference."""
+    student, teacher = models()
+    drawn = draw_samples(SMALL, 0)[:5]
+    length = min(len(sample) for sample in drawn)
+    samples = {f"s{i}": sample[:length] for i, sample in enumerate(drawn)}
+    path = store_of(tmp_path, teacher, samples)
+    assert verify_store(path, teacher, samples) == []
+    found = []
+    right = path.read_bytes()
+    for kind, seed in itertools.product(("order", "dtype", "weights"), range(10)):
+        path.write_bytes(right)
+        if kind != "weights":
+            spoil(path, kind, seed)
+            causes = {one.cause for one in verify_store(path, teacher, samples)}
+        else:
+            with torch.no_grad():
+                weight = next(itertools.islice(teacher.parameters(), seed, None))
+                kept = weight.clone()
+                weight.view(-1)[0] += 2.0**-10
+                causes = {one.cause for one in verify_store(path, teacher, samples)}
+                weight.copy_(kept)
+        found.append(causes == {kind})
+    assert found == [True] * 30
+    path.write_bytes(right)
+    ids = torch.stack(list(samples.values()))
+    mask = torch.ones_like(ids)
+    live = most_likely(teacher, ids, mask, count=6, temperature=2.0)
+    stored = TeacherStore(path).batch(list(samples), ids, mask)
+    losses = [distil(student, t, ids, mask, temperature=2.0).detach() for t in (live, stored)]
+    assert bits.equal(*losses)
+    with pytest.raises(ArgumentError, match="tokenize once"):
+        TeacherStore(path).batch(list(samples)[::-1], ids, mask)
+
+
+def test_perplexity_is_one_number():
+    """FALSIFY-ALBOR-009: the same for every batch size, order and number of ranks."""
+    _, teacher = models()
+    samples = draw_samples(SMALL, 0)
+
+    def batches(size, mine=samples):
+        rows = [lay_out(mine[at : at + size]) for at in range(0, len(mine), size)]
+        return [(one.ids, one.mask) for one in rows]
+
+    whole = perplexity(teacher, batches(8))
+    assert whole > 1
+    assert {perplexity(teacher, batches(size)) for size in (1, 3)} == {whole}
+    assert perplexity(teacher, batches(3, samples[::-1])) == whole
+    found = World(2).run(
+        lambda rank: perplexity(models()[1], batches(2, samples[rank * 4 : rank * 4 + 4]))
+    )
+    assert found.values == [whole] * 2
+
+
+class StandInTrainer:
+    """What OrderedGKD uses of TRL's trainer."""
+
+    def __init__(self, student, teacher, beta):
+        self.model, self.teacher_model, self.beta = student, teacher, beta
+        self.accelerator = SimpleNamespace(unwrap_model=lambda model: model)
+
+
+def trl_loss(student, teacher, beta):
+    """TRL's generalized_jsd_loss, in fp64 and summed over words."""
+    q, p = (x.double().log_softmax(-1) for x in (student, teacher))
+    if beta in (0, 1):
+        return divergence(p, q, "forward" if beta == 0 else "reverse", 0.5)
+    return divergence(p, q, "jsd", beta)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_the_gkd_trainers_loss(beta):
+    class Trainer(OrderedGKD, StandInTrainer):
+        pass
+
+    student, teacher = models()
+    trainer = Trainer(student.eval(), teacher, beta)
+    rows = lay_out(draw_samples(SMALL, 0))
+    labels = rows.ids.masked_fill(rows.mask == 0, -100)
+    labels[:, :2] = -100
+    inputs = {"input_ids": rows.ids, "attention_mask": rows.mask, "labels": labels}
+    found = trainer.compute_loss(student, inputs)
+    with torch.no_grad():
+        logits = [m(rows.ids, attention_mask=rows.mask).logits for m in (student, teacher)]
+    kept = labels[:, 1:] != -100
+    wanted = trl_loss(*logits, beta)[:, :-1][kept].mean()
+    assert found.item() == pytest.approx(wanted.item(), rel=1e-5)
+    halves = [
+        trainer.compute_loss(
+            student, {k: v[at] for k, v in inputs.items()}, num_items_in_batch=kept.sum()
+        )
+        for at in (slice(0, 3), slice(3, 8))
+    ]
+    assert (halves[0] + halves[1]).item() == pytest.approx(found.item(), rel=1e-6)
+    with pytest.raises(UnsupportedError, match="prediction_loss_only"):
+        trainer.compute_loss(student, inputs, return_outputs=True)

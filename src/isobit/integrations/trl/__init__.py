@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer and RewardTrainer in one order of addition. Needs `pip install trl datasets`."""
+"""TRL's GRPOTrainer, GKDTrainer and RewardTrainer in one order of addition. Needs `pip install trl datasets`."""
 
 from isobit.foundation.lazy import attach
 
