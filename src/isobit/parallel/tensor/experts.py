@@ -99,7 +99,7 @@ class Combine(torch.autograd.Function):
         """Return the sum of each token, [T, n]."""
         ctx.save_for_backward(rows, weights)
         ctx.local = local
-        return keeping_subnormals(local.add)(rows, weights)  # type: ignore[no-any-return]
+        return keeping_subnormals(local.add)(rows, weights)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
