@@ -85,6 +85,8 @@ def check_known(plan: Plan) -> None:
     for module, part in plan.parts.items():
         name = plan.names[module]
         last = name.rpartition(".")[2]
+        if part.name == "experts":
+            refuse_cut(f"{name} of type {type(module).__name__}, a mixture of experts")
         if part.name in ("linear", "embedding", "logits") and last not in AXES:
             refuse_cut(f"{name} of type {type(module).__name__}, which no rule cuts over ranks")
         if part.name == "linear" and (AXES[last] is COLUMN) != (part.settings[0] is not None):

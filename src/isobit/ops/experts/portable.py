@@ -30,11 +30,24 @@ def segments_of(count: int) -> int:
     return count_segments(count, 1, FEATURE_CAP)
 
 
+def softmax(x: Tensor) -> Tensor:
+    """Return softmax over the last axis, by the executor that serves the dtype."""
+    native = dispatch.is_native(x.dtype)
+    return torch.ops.isobit.softmax(x) if native else portable_softmax(x)  # type: ignore[no-any-return]
+
+
+def softmax_backward(grad: Tensor, y: Tensor) -> Tensor:
+    """Return the gradient of softmax, by the executor that serves the dtype."""
+    native = dispatch.is_native(y.dtype)
+    ops = torch.ops.isobit
+    return ops.softmax_backward(grad, y) if native else portable_softmax_backward(grad, y)  # type: ignore[no-any-return]
+
+
 def score_logits(logits: Tensor, score: str) -> Tensor:
     """Return the scores [T, E] by which experts are chosen, in the dtype of arithmetic."""
     wide = widen(logits)
     if score == "softmax":
-        return portable_softmax(wide)  # type: ignore[no-any-return]
+        return softmax(wide)
     return sigmoid(wide)[0] if score == "sigmoid" else wide
 
 
@@ -66,7 +79,7 @@ def sum_slots(values: Tensor) -> Tensor:
 def weigh(chosen: Tensor, score: str, normalize: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Return the weights [T, k] of the scores of chosen experts, and what they were divided by, [T, 1]."""
     if score == "softmax_of_chosen":
-        return portable_softmax(chosen) * scale, torch.ones_like(chosen[:, :1])
+        return softmax(chosen) * scale, torch.ones_like(chosen[:, :1])
     total = torch.ones_like(chosen[:, :1])
     if normalize:
         total = sum_slots(chosen)
@@ -117,7 +130,7 @@ def route_backward(
     grad = widen(grad) * scale
     chosen = scores.gather(1, experts)
     if score == "softmax_of_chosen":
-        grad = portable_softmax_backward(grad, portable_softmax(chosen))
+        grad = softmax_backward(grad, softmax(chosen))
     elif normalize:
         total = weigh(chosen, score, normalize, 1.0)[1]
         grad = (grad - sum_slots(grad * (chosen / total))) / total
@@ -125,7 +138,7 @@ def route_backward(
         grad = grad * (chosen * sigmoid(widen(logits).gather(1, experts))[1])
     spread = torch.zeros_like(scores).scatter_(1, experts, grad)
     if score == "softmax":
-        spread = portable_softmax_backward(spread, scores)
+        spread = softmax_backward(spread, scores)
     return round_once(torch.where(padding, 0.0, spread), logits.dtype)
 
 
@@ -150,20 +163,22 @@ def sum_experts(
         count: The number of experts.
         segments: Into how many segments these experts are cut.
     """
-    order = experts.argsort(dim=1, stable=True)
-    places, owners = places.gather(1, order), experts.gather(1, order) // (count // segments)
-    scales = None if weights is None else widen(weights).gather(1, order)
     tokens, slots = places.shape
     dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
-    totals = torch.zeros(segments * tokens, rows.shape[1], dtype=dtype)
-    for slot in range(slots):
-        held = (places[:, slot] >= 0).nonzero().flatten()
-        terms = widen(rows[places[held, slot]])
-        if scales is not None:
-            terms = terms * scales[held, slot].to(dtype).unsqueeze(1)
-        at = owners[held, slot] * tokens + held
-        totals[at] = totals[at] + terms
-    return totals.view(segments, tokens, -1)
+    # One segment more takes what belongs to no row, and is dropped.
+    totals = torch.zeros((segments + 1) * tokens, rows.shape[1], dtype=dtype)
+    if len(rows):
+        order = experts.argsort(dim=1, stable=True)
+        places, owners = places.gather(1, order), experts.gather(1, order) // (count // segments)
+        owners = torch.where(places >= 0, owners, segments)
+        terms = widen(rows[places.clamp(min=0)])
+        if weights is not None:
+            terms = terms * widen(weights).to(dtype).gather(1, order).unsqueeze(-1)
+        into = owners * tokens + torch.arange(tokens).unsqueeze(1)
+        for slot in range(slots):
+            at = into[:, slot]
+            totals.index_copy_(0, at, totals.index_select(0, at) + terms[:, slot])
+    return totals.view(segments + 1, tokens, -1)[:segments]
 
 
 def combine(
