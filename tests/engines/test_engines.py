@@ -74,6 +74,29 @@ def test_rollouts_in_processes_are_those_of_one_pass(tmp_path, capsys):
     assert "as many files" in capsys.readouterr().err
 
 
+SCRIPT = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+x = torch.ones(2) * dist.get_rank()
+dist.all_reduce(x)
+print(x.tolist())
+"""
+
+
+def test_seeds_in_processes_are_those_of_one(tmp_path, capsys):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    found = []
+    for more in ([], ["--jobs", "2"]):
+        words = ["simulate", str(script), "--ranks", "2", "--seeds", "2", "--json", "-q", *more]
+        assert main(words) == 0
+        record = json.loads(capsys.readouterr().out)
+        record.pop("provenance")
+        found.append(record)
+    assert found[0] == found[1]
+    assert found[0]["clean_seeds"] == [0, 1]
+
+
 NAME = f"ab/{'a' * 32}-{{}}.jsonl"
 
 
@@ -200,6 +223,22 @@ def wait_for_workers():
 def test_evidence_on_three_nodes_is_that_of_a_local_run(cluster, local, tmp_path):
     assert start_verify(cluster, tmp_path / "home").wait(300) == 0
     assert records_of(tmp_path / "home") == local
+
+
+@pytest.mark.full
+def test_seeds_on_ray_are_those_of_one_process(cluster, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    found = []
+    for more in ([], ["--on", f"ray:{cluster.address}"]):
+        words = [sys.executable, "-m", "isobit", "simulate", str(script), "--ranks", "2"]
+        words += ["--seeds", "3", "--json", "-q", *more]
+        done = subprocess.run(words, env=clean_environment(), capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        record = json.loads(done.stdout)
+        record.pop("provenance")
+        found.append(record)
+    assert found[0] == found[1]
 
 
 @pytest.mark.full

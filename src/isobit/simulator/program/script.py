@@ -11,6 +11,8 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, TextIO
 
+from blake3 import blake3
+
 from isobit.errors import ArgumentError
 from isobit.simulator import rank as ranks
 from isobit.simulator.accelerator.modules import kind_in
@@ -94,6 +96,11 @@ class Script:
         self.accelerator = kind_in(path.read_bytes())
         self.output, self.errors = RankStream(sys.stdout), RankStream(sys.stderr)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Send the path to another process, which reads the file itself; see `read_again`."""
+        digest = blake3(self.path.read_bytes()).hexdigest()
+        return read_again, (str(self.path.resolve()), str(self.path), self.arguments, digest)
+
     @contextmanager
     def installed(self, capture: bool = False) -> Iterator[Callable[[int], dict[str, Any]]]:
         """Set `sys.argv` and `sys.path` for one run, with `capture` also the streams; yields `run`."""
@@ -119,6 +126,19 @@ class Script:
         sys.modules["__main__"] = module  # of this rank, until it passes the baton
         exec(self.code, vars(module))
         return vars(module)
+
+
+def read_again(whole: str, path: str, arguments: Sequence[str], digest: str) -> Script:
+    """Read a script in another process or on another machine; raise if it is another script there."""
+    here = Path(path) if Path(path).exists() else Path(whole)
+    found = blake3(here.read_bytes()).hexdigest() if here.exists() else "no file"
+    if found != digest:
+        raise ArgumentError(
+            expected=f"the same script at {whole} on every machine",
+            received=f"{found[:16]} instead of {digest[:16]}",
+            remedy="put the script into a folder that all machines share",
+        )
+    return Script(here, arguments)
 
 
 def read_code(path: Path) -> CodeType:
