@@ -104,7 +104,7 @@ def parse(function: Any) -> ast.stmt:
 
 def block_of(function: Any) -> list[str]:
     """Return the lines of a function by indentation; `inspect.getsource` reads every token, which takes longer."""
-    lines, first = inspect.findsource(function)
+    lines, first = inspect.findsource(inspect.unwrap(function))
     indent, is_body = len(lines[first]) - len(lines[first].lstrip()), False
     for at, line in enumerate(lines[first:], first):
         text = line.lstrip()
