@@ -102,7 +102,7 @@ TYPES = {
     },
     "stablelm": {"partial_rotary_factor": 0.5, "hidden_dropout": 0.0},
 }
-# Linear attention in the first layer, softmax attention in the second; dense.
+# Linear attention in the first layer, softmax attention in the second.
 LINEAR = {
     "layer_types": ["linear_attention", "full_attention"],
     "linear_num_key_heads": 2,
@@ -110,7 +110,12 @@ LINEAR = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
 }
-TYPES |= {"qwen3_next": {**LINEAR, "num_experts": 0}, "qwen3_5_text": LINEAR}
+GATED = {**MIXTURE, "shared_expert_intermediate_size": 40}
+TYPES |= {
+    "qwen3_next": {**LINEAR, **GATED},
+    "qwen3_5_text": LINEAR,
+    "qwen3_5_moe_text": {**LINEAR, **GATED},
+}
 LENGTHS, ROOM = (19, 34, 9, 26), 36
 GENERATED = 12
 COLUMNS = (

@@ -60,6 +60,7 @@ GATED_MLPS: dict[str, tuple[str, str]] = {
 # Routers of mixtures of experts, experts, and blocks that do more than call these two (experts.py).
 ROUTERS: dict[str, tuple[str, Router]] = {
     "e7c8c51f3559493d": ("qwen3_moe.Qwen3MoeTopKRouter", Router("softmax", "norm_topk_prob")),
+    "93b4378210e253b8": ("qwen3_5_moe.Qwen3_5MoeTopKRouter", Router("softmax")),
     "f06ff9c13a9b2c60": ("mixtral.MixtralTopKRouter", Router("softmax", rounded=False)),
     "72597766197b373e": (
         "deepseek_v3.DeepseekV3TopkRouter",
