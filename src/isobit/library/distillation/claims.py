@@ -208,7 +208,8 @@ def gradients_follow(subject: Distilled, case: Case, tally: Tally) -> None:
     wide = [t.double().requires_grad_() for t in (at.hidden, at.weight)]
     for direction in DIRECTIONS:
         options: dict[str, Any] = {"direction": direction, "temperature": 1.5, "beta": BETA}
-        loss = planted.definition(*wide, (at.other, at.head), at.targets, **options)
+        with torch.enable_grad():
+            loss = planted.definition(*wide, (at.other, at.head), at.targets, **options)
         wanted = torch.autograd.grad(loss, wide)
         found = dict(gradients(subject, *at.given, **options))
         for (name, left), right in zip(found.items(), wanted, strict=True):

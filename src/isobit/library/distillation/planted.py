@@ -23,9 +23,9 @@ class Distilled:
 
     loss: Loss
 
-    def __call__(self, *given: Any, **options: Any) -> Tensor:
-        """Return the loss."""
-        return self.loss(*given, **options)
+    def __call__(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """Return the divergence of each token from a teacher of half the logits."""
+        return self.divergence(hidden, weight, (hidden / 2, weight))
 
     def divergence(self, hidden: Tensor, weight: Tensor, teacher: Any, **options: Any) -> Tensor:
         """Return the divergence of each token, over temperature squared."""

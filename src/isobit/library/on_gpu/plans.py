@@ -196,6 +196,11 @@ ELSEWHERE = {
     "profile-account-v1": "it reads traces on the CPU, and computes nothing on a device",
     "rank-agreement-v1": MODULES,
     "rollout-summary-v1": "sums of integers on the host, which no kernel computes",
+    **dict.fromkeys(
+        ("pruning-kernel-v1", "model-merging-kernel-v1", "quantisation-kernel-v1"),
+        "they judge tools that change checkpoints, on the host",
+    ),
+    "bpe-tokenizer-kernel-v1": "a tokenizer computes nothing on a device",
     "tolerance-table-v1": "a table of bounds, which no kernel computes",
     "training-config-kernel-v1": MODULES,
     "training-stability-v1": MODULES,

@@ -31,5 +31,5 @@ def causal_conv(
 
 def example_causal_conv(x: Tensor) -> dict[str, Any]:
     """Return the arguments of one call, made from x [6, 48]."""
-    taps = torch.linspace(-1, 1, 48 * 4, device="cpu").reshape(48, 1, 4)
+    taps = torch.linspace(-1, 1, 48 * 4, dtype=torch.float32, device="cpu").reshape(48, 1, 4)
     return {"x": x, "weight": taps.to(x.dtype), "samples": Samples.packed([2, 4])}

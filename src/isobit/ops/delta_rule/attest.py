@@ -20,7 +20,8 @@ def inputs(dtype: torch.dtype, rows: int) -> tuple[Tensor, Tensor, Tensor, Tenso
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
-        return torch.rand(rows, *shape, generator=generator) * 2 - 1
+        found = torch.rand(rows, *shape, generator=generator, dtype=torch.float32, device="cpu")
+        return found * 2 - 1
 
     q, k = draw(KEY_HEADS, KEY), draw(KEY_HEADS, KEY) * 0.6
     v = wide_values((rows, HEADS, VALUE), dtype, generator)
@@ -41,7 +42,9 @@ def difference(dtype: torch.dtype, call: Call = call_native) -> str | None:
         return "delta_rule"
     # In two calls: the second begins in an open chunk, and fills it where there is more than one.
     begun, later = [(0, first - 3), (first, 1), (rows, 0)], [(first - 3, 3), (rows, 0), (rows, 0)]
-    empty = torch.zeros(3, portable.sizes_of(given[0], given[2]).packed, device="cpu")
+    empty = torch.zeros(
+        3, portable.sizes_of(given[0], given[2]).packed, dtype=torch.float32, device="cpu"
+    )
     expected = portable.delta_rule(*given, begun, empty, [0, 0, 0])
     found = call("delta_rule", *given, torch.tensor(begun, device="cpu"), empty, [0, 0, 0])
     if not all(bits.equal(a, b) for a, b in zip(found, expected, strict=True)):

@@ -63,7 +63,9 @@ class DeltaState:
                 remedy="pass the sizes of q [..., key_heads, key_size] and v [..., heads, value_size]",
             )
         self.sizes = Sizes(key_heads, heads, key_size, value_size)
-        self.packed = torch.zeros(samples, self.sizes.packed, dtype=dtype)  # [samples, …]
+        self.packed = torch.zeros(
+            samples, self.sizes.packed, dtype=dtype, device="cpu"
+        )  # [samples, …]
         self.counts = [0] * samples  # tokens of each sample so far
 
     def crop(self, tokens: int) -> None:

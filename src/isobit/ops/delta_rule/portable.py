@@ -338,7 +338,7 @@ def backward_of_chunk(
             dnew[:, :t] = multiply_add(here, dnew[:, t, None], dnew[:, :t])
 
     # Products of rows: by_q is the gradient of q_t·k_j, by_k that of −k_t·k_j; both are zero behind the diagonal.
-    seen = torch.ones(count, count, dtype=torch.bool).tril()
+    seen = torch.ones(count, count, dtype=torch.bool, device="cpu").tril()
     before = seen.tril(-1)
     corrections = torch.where(before, dots(dnew, new), 0.0)
     by_q = torch.where(seen, dots(upstream, new) * between, 0.0)

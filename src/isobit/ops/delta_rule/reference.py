@@ -7,7 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isobit.ops.attesting import draw
 from isobit.order.samples import Samples
+
+GATES = ((-1.0, -0.01), (0.1, 0.9))  # from the first to the last of the decays, and of the rates
 
 
 def delta_rule(
@@ -32,9 +35,9 @@ def delta_rule(
 
 
 def example_delta_rule(x: Tensor) -> dict[str, Any]:
-    """Return the arguments of one call, made from x [6, 48]."""
-    keys = torch.linspace(-0.3, 0.4, 288, device="cpu").reshape(6, 2, 24).to(x.dtype)
-    decay = torch.linspace(-1, -0.01, 24, device="cpu").reshape(6, 4).to(x.dtype)
-    rate = torch.linspace(0.1, 0.9, 24, device="cpu").reshape(6, 4).to(x.dtype)
-    queries, values, samples = x.reshape(6, 2, 24), x.reshape(6, 4, 12), Samples.packed([2, 4])
+    """Return the arguments of one call, made from x [6, 48]; once, since torch would add two gradients."""
+    queries, keys = (draw(6, 2, 24, dtype=x.dtype, seed=seed) for seed in (1, 2))
+    steps = [torch.linspace(a, b, 24, dtype=torch.float32, device="cpu") for a, b in GATES]
+    decay, rate = (step.reshape(6, 4).to(x.dtype) for step in steps)
+    values, samples = x.reshape(6, 4, 12), Samples.packed([2, 4])
     return {"q": queries, "k": keys, "v": values, "g": decay, "beta": rate, "samples": samples}

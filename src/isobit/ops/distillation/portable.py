@@ -204,7 +204,7 @@ def distillation_loss(
             teacher_rest.to(plain.dtype),
         )
     words = words_of(scaled, others, stats, teacher_rest is not None)
-    terms, offsets = words.terms(direction, torch.tensor(beta, dtype=plain.dtype))
+    terms, offsets = words.terms(direction, torch.tensor(beta, dtype=plain.dtype, device="cpu"))
     found = torch.where(targets < 0, 0.0, sum_last(terms).squeeze(1))
     if direction == "reverse":
         stats[:, 6] = found
@@ -250,9 +250,11 @@ def distillation_loss_backward(
     by_divergence, by_target = (
         torch.where(targets < 0, 0.0, g).unsqueeze(1) for g in (per_logit, grads[1])
     )
-    spread = words.gradient(direction, torch.tensor(beta, dtype=plain.dtype), stats[:, 6:7])
+    spread = words.gradient(
+        direction, torch.tensor(beta, dtype=plain.dtype, device="cpu"), stats[:, 6:7]
+    )
     likely = exp_nonpositive(normalised(plain, stats[:, 4:6]))
-    at_target = torch.arange(len(weight)) == targets.unsqueeze(1)
+    at_target = torch.arange(len(weight), device="cpu") == targets.unsqueeze(1)
     toward = torch.where(at_target, 1.0 - likely, -likely)
     spread = spread * by_divergence + toward * by_target
     by_token = sum_products(FeaturePlan(len(weight)).products, spread, widen_rows(weight).t())[0]
@@ -276,10 +278,10 @@ def difference(dtype: torch.dtype, call: Call = call_native) -> str | None:
         wide_values((n, WIDTH), dtype, generator) for n in (ROWS, ROWS, VOCABULARY, VOCABULARY)
     )
     teacher[0], head[:600] = hidden[0], weight[:600]  # words that are alike, and others
-    targets = torch.tensor([0, VOCABULARY - 1, -100, 5])
-    known = torch.tensor([[-1, 0, 3, 1025]] * ROWS)
-    logprobs = torch.tensor([[-torch.inf, -1.5, -0.7, -3.0]] * ROWS, dtype=dtype)
-    rest = torch.tensor([-1.7] * ROWS, dtype=dtype)
+    targets = torch.tensor([0, VOCABULARY - 1, -100, 5], device="cpu")
+    known = torch.tensor([[-1, 0, 3, 1025]] * ROWS, device="cpu")
+    logprobs = torch.tensor([[-torch.inf, -1.5, -0.7, -3.0]] * ROWS, dtype=dtype, device="cpu")
+    rest = torch.tensor([-1.7] * ROWS, dtype=dtype, device="cpu")
     samples = Samples.packed([ROWS])
     live, partly = (teacher, head, None, None), (logprobs, None, known, rest)
     kinds: list[tuple[Any, Any, Any, Any]] = [live, partly, live]
@@ -287,7 +289,7 @@ def difference(dtype: torch.dtype, call: Call = call_native) -> str | None:
     for direction, kind in zip(DIRECTIONS, kinds, strict=True):
         given: tuple[Any, Any, Any] = hidden, weight, targets
         how = 0.7, direction, 0.3
-        spans = torch.tensor(samples.spans)
+        spans = torch.tensor(samples.spans, device="cpu")
         found = call("distillation_loss", *given, *kind, *how, spans)
         known_result = distillation_loss(*given, *kind, *how)
         stats = known_result[2]

@@ -75,7 +75,11 @@ def route(
         known = whole_samples(logits, None)
     check_rows(known, logits)
     flat = logits.reshape(-1, count)
-    spans = None if samples is None else torch.tensor(known.spans, dtype=torch.int64).reshape(-1, 2)
+    spans = (
+        None
+        if samples is None
+        else torch.tensor(known.spans, dtype=torch.int64, device="cpu").reshape(-1, 2)
+    )
     detached = None if bias is None else bias.detach()
     how = (k, score, normalize, float(scale), groups, top_groups)
     weights, experts = launch("route", rows_and_columns, flat, detached, spans, *how)

@@ -112,8 +112,8 @@ def route(
 def is_padding(spans: Tensor | None, rows: int) -> Tensor:
     """Return [T], whether a row belongs to no sample."""
     if spans is None:
-        return torch.zeros(rows, dtype=torch.bool)
-    found = torch.ones(rows, dtype=torch.bool)
+        return torch.zeros(rows, dtype=torch.bool, device="cpu")
+    found = torch.ones(rows, dtype=torch.bool, device="cpu")
     for start, length in spans.tolist():
         found[start : start + length] = False
     return found
@@ -166,7 +166,7 @@ def sum_experts(
     tokens, slots = places.shape
     dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
     # One segment more takes what belongs to no row, and is dropped.
-    totals = torch.zeros((segments + 1) * tokens, rows.shape[1], dtype=dtype)
+    totals = torch.zeros((segments + 1) * tokens, rows.shape[1], dtype=dtype, device="cpu")
     if len(rows):
         order = experts.argsort(dim=1, stable=True)
         places, owners = places.gather(1, order), experts.gather(1, order) // (count // segments)
@@ -174,7 +174,7 @@ def sum_experts(
         terms = widen(rows[places.clamp(min=0)])
         if weights is not None:
             terms = terms * widen(weights).to(dtype).gather(1, order).unsqueeze(-1)
-        into = owners * tokens + torch.arange(tokens).unsqueeze(1)
+        into = owners * tokens + torch.arange(tokens, device="cpu").unsqueeze(1)
         for slot in range(slots):
             at = into[:, slot]
             totals.index_copy_(0, at, totals.index_select(0, at) + terms[:, slot])
@@ -201,18 +201,18 @@ def combine_backward(
     upstream = widen(grad)[tokens]
     held = places.reshape(-1) >= 0
     at = places.reshape(-1)[held]
-    scales = torch.empty(len(rows), dtype=upstream.dtype)
+    scales = torch.empty(len(rows), dtype=upstream.dtype, device="cpu")
     scales[at] = widen(weights).to(upstream.dtype).reshape(-1)[held]
     into_rows = round_once(upstream * scales.unsqueeze(1), rows.dtype)
     sums = sum_features(upstream * widen(rows))
-    into_weights = torch.zeros(places.numel(), dtype=upstream.dtype)
+    into_weights = torch.zeros(places.numel(), dtype=upstream.dtype, device="cpu")
     into_weights[held] = sums[at]
     return into_rows, round_once(into_weights, weights.dtype).view(places.shape)
 
 
 def sum_features(terms: Tensor) -> Tensor:
     """Return [R], the sums of terms [R, n] as a product with ones, by the executor that serves their dtype."""
-    ones = torch.ones(1, terms.shape[1], dtype=terms.dtype)
+    ones = torch.ones(1, terms.shape[1], dtype=terms.dtype, device="cpu")
     if dispatch.is_native(terms.dtype):
         found: Tensor = torch.ops.isobit.linear(terms, ones, None, None, None, 0)
     else:

@@ -109,10 +109,12 @@ class Routes(NamedTuple):
 
 def expert_spans(tokens: Tensor, rows: tuple[int, ...], samples: Samples) -> Tensor:
     """Return [E, samples, 2]: the first row of each sample among the rows of an expert, and the number of its rows."""
-    owner = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(rows))
+    owner = torch.repeat_interleave(
+        torch.arange(len(rows), device="cpu"), torch.tensor(rows, device="cpu")
+    )
     keys = owner * samples.rows + tokens
-    spans = torch.tensor(samples.spans, dtype=torch.int64).reshape(-1, 2)
-    base = torch.arange(len(rows)).unsqueeze(1) * samples.rows
+    spans = torch.tensor(samples.spans, dtype=torch.int64, device="cpu").reshape(-1, 2)
+    base = torch.arange(len(rows), device="cpu").unsqueeze(1) * samples.rows
     first = torch.searchsorted(keys, base + spans[:, 0])
     stop = torch.searchsorted(keys, base + spans[:, 0] + spans[:, 1])
     before = torch.searchsorted(keys, base)
