@@ -47,12 +47,10 @@ def distillation_loss(
     Args:
         hidden: The student's hidden states [..., K], in fp32, bf16 or fp16.
         weight: The weight of the student's head [V, K], in the dtype of hidden.
-        teacher: A constant; it gets no gradient. One of
-
-            - (hidden, weight): hidden states [..., J] and head [V, J] of the teacher, in a dtype of their own;
-            - logits [..., V];
-            - (ids, logprobs), both [..., n]: the log-probabilities, at the same temperature, of some words, filled up
-              with the id −1. All other words count as one bucket.
+        teacher: A constant; it gets no gradient. It is (hidden, weight), the hidden states [..., J] and head [V, J] of
+            the teacher, in a dtype of their own; or logits [..., V]; or (ids, logprobs), both [..., n]: the
+            log-probabilities, at the same temperature, of some words, filled up with the id −1. All other words then
+            count as one bucket.
         targets: Token ids of shape [...], int64 or int32; tokens with `ignore_index` do not count. None, where alpha
             is 1, counts every token.
         temperature: Divides the logits of both models in KL; positive.
