@@ -413,7 +413,7 @@ def run(quick, threads, dtypes):
             bad += any(found[name] for name in COLUMNS)
             cells = [f"{found[n]:.1e}" if "|" in n else str(found[n]) for n in HEADINGS]
             table.add_row(kind, dtype, *cells)
-    console = Console(highlight=False, width=200)
+    console = Console(highlight=False, width=260)
     console.print(table)
     rows = len(kinds) * len(dtypes)
     console.print(f"{len(kinds)} types, {rows} rows, {bad} with a difference in any layout")
