@@ -87,11 +87,31 @@ class Rounded(cache_utils.QuantizedLayer):
         return tensor
 
 
-def test_a_cache_that_rounds_keys_is_refused():
+class Doubled(cache_utils.DynamicCache):
+    """A cache of somebody's own that changes keys."""
+
+    def update(self, keys, values, *more, **named):
+        return super().update(keys * 2, values, *more, **named)
+
+
+CACHES = {
+    "a quantised layer": lambda config: cache_utils.Cache(
+        layers=[Rounded(residual_length=2) for _ in range(config.num_hidden_layers)]
+    ),
+    # Its scale is that of the largest key of the batch.
+    "fp8": lambda config: cache_utils.QuantizedCache("fp8", config),
+    "made at the first update": lambda config: cache_utils.Cache(
+        layer_class_to_replicate=cache_utils.Fp8QuantizedLayer
+    ),
+    "one's own": lambda config: Doubled(),
+}
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_a_cache_that_changes_keys_is_refused(name):
     model = isobit.enable(build_model("qwen3-tiny", torch.float32))
     ids = torch.arange(12).reshape(2, 6)
-    count = model.config.num_hidden_layers
-    cache = cache_utils.Cache(layers=[Rounded(residual_length=2) for _ in range(count)])
+    cache = CACHES[name](model.config)
     with torch.no_grad(), pytest.raises(UnsupportedError, match=r"(?s)fewer bits.*DynamicCache"):
         model(ids, past_key_values=cache)
     with torch.no_grad():

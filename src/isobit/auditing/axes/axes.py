@@ -80,7 +80,8 @@ class Variation:
         ledger = Ledger()
         marks: dict[int, dict[int, Any]] = {}
         for tensor, dim, labels in self.inputs:
-            marks.setdefault(id(tensor), {})[dim] = ledger.vector(labels)
+            vector = marks.setdefault(id(tensor), {})[dim] = ledger.vector(labels)
+            vector.of_inputs = True
             ledger.put(tensor, marks[id(tensor)])
         return ledger
 

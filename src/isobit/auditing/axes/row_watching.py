@@ -5,16 +5,28 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from isobit.auditing.labels.following import Follower, with_written_rows
 from isobit.auditing.labels.labels import LOST, Known, Ledger, Marks, Rows
+from isobit.auditing.labels.moving import sorted_dimension
 from isobit.auditing.records import Place
 from isobit.auditing.replay.call import operator_name, without_rows
 from isobit.auditing.replay.merging import MIXED_OURS, is_ours
 from isobit.auditing.replay.places import Places
-from isobit.auditing.replay.replay import Again, Entry, Key, OfParts, Replay, is_exact
+from isobit.auditing.replay.replay import (
+    Again,
+    Entry,
+    Key,
+    OfParts,
+    Replay,
+    is_exact,
+    is_mask,
+)
 from isobit.auditing.replay.watching import Judged, Watcher, first_line
+
+RUNNING_TOTALS = {f"aten::{name}" for name in ("cumsum", "cumprod", "logcumsumexp")}
 
 
 class RowWatcher(Watcher):  # type: ignore[no-untyped-call]
@@ -51,7 +63,7 @@ class RowWatcher(Watcher):  # type: ignore[no-untyped-call]
     ) -> list[tuple[Again, list[Any]]] | str | None:
         """Cut the rows of every call of the variant out of the arguments."""
         entries = [recorded.get(key) for _, recorded in self.variants]
-        used = only_used(flat, entries)
+        used = self.only_used(flat, entries)
         given = {at: self.ledger.get(v) for at, v in enumerate(used) if isinstance(v, Tensor)}
         # Totals that meet rows make these rows depend on all samples; what becomes of a number is not known.
         if any(given.values()) or operator_name(func) == "aten::_local_scalar_dense":
@@ -112,20 +124,45 @@ class RowWatcher(Watcher):  # type: ignore[no-untyped-call]
         """Follow the rows through the call."""
         entries = [recorded.get(key) for _, recorded in self.variants]
         sizes = [entry.results if entry is not None else [] for entry in entries]
-        self.follower.follow(func, only_used(flat, entries), spec, results, sizes)
+        self.follower.follow(func, self.only_used(flat, entries), spec, results, sizes)
         marks = [self.ledger.get(r) for r in results]
         if not any(marks):
             self.totals.pass_on([v for v in flat if isinstance(v, Tensor)], results)
         return marks
 
+    def adds_along_rows(self, call: Judged) -> bool:
+        """Return whether a call is a running total over positions."""
+        if self.mixing_axis or operator_name(call.func) not in RUNNING_TOTALS:
+            return False
+        dim = sorted_dimension(call.func, call.flat)
+        return any(not isinstance(marks, str) and dim in marks for marks in call.marks)
+
     def is_total(self, call: Judged) -> bool:
         """Return whether samples were mixed and none of the results has rows."""
         return self.mixing_axis and not call.place.backward and not any(call.marks)
 
+    def only_used(self, flat: list[Any], entries: Sequence[Entry | None]) -> list[Any]:
+        """Return the arguments without those that no call of the variant has, such as a mask of padding.
 
-def only_used(flat: list[Any], entries: Sequence[Entry | None]) -> list[Any]:
-    """Return the arguments without those that no call of the variant has, such as a mask of padding."""
-    known = [e.flat for e in entries if e is not None and len(e.flat) == len(flat)]
-    if not known or len(known) < len(entries):
-        return flat
-    return [None if all(k[at] is None for k in known) else v for at, v in enumerate(flat)]
+        A mask of attention whose rows are lost is left out, too, where every call of the variant has one: the replay
+        takes the variant's own, bit for bit.
+        """
+        known = [e.flat for e in entries if e is not None and len(e.flat) == len(flat)]
+        if not known or len(known) < len(entries):
+            return flat
+        return [
+            None
+            if all(k[at] is None for k in known)
+            or (
+                is_bool_mask(v)
+                and isinstance(self.ledger.get(v), str)
+                and all(is_bool_mask(k[at]) for k in known)
+            )
+            else v
+            for at, v in enumerate(flat)
+        ]
+
+
+def is_bool_mask(value: Any) -> bool:
+    """Return whether a value says which keys each query sees, [batch, 1, queries, keys]."""
+    return isinstance(value, Tensor) and value.dtype == torch.bool and is_mask(value)

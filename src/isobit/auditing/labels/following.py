@@ -8,7 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.auditing.labels.labels import EVERY, LOST, MIXED, Known, Labels, Ledger, Marks, Rows
+from isobit.auditing.labels.labels import (
+    EVERY,
+    LOST,
+    MIXED,
+    Known,
+    Labels,
+    Ledger,
+    Marks,
+    Rows,
+    select,
+)
 from isobit.auditing.labels.moving import MOVES, RESHAPES, SORTS, Mover, put_back
 from isobit.auditing.replay.call import operator_name, results_of, unflatten, written_by
 from isobit.auditing.replay.merging import MIXED_OURS, is_ours
@@ -276,22 +286,44 @@ class Sizer:
             marks[dim] = fitting[0]
         return marks
 
-    def add_new_sizes(self, tensor: Tensor, marks: Marks, shapes: Sequence[Sequence[int]]) -> Known:
-        """Label dimensions that were made from sizes: those whose size differs from the variant's."""
+    def add_new_sizes(
+        self,
+        tensor: Tensor,
+        marks: Marks,
+        shapes: Sequence[Sequence[int] | None],
+        counts: bool = False,
+    ) -> Known:
+        """Label dimensions that were made from sizes: those whose size differs from the variant's.
+
+        Args:
+            tensor: The result.
+            marks: What is known of it.
+            shapes: Its shape in every call of the variant; None where that call does not make it, as a mask.
+            counts: Whether it counts positions: then its rows are in the order of the inputs', where those fit.
+        """
         options: dict[int, list[Labels]] = {}
         unsure = False
-        for rows, shape in zip(self.variants, shapes, strict=False):
-            if len(shape) != tensor.dim():
+        known = [
+            (rows, shape)
+            for rows, shape in zip(self.variants, shapes, strict=False)
+            if shape is not None and len(shape) == tensor.dim()
+        ]
+        for dim, here in enumerate(tensor.shape):
+            others = [(rows, shape[dim]) for rows, shape in known if shape[dim] != here]
+            if dim in marks or not others:
                 continue
-            for dim, (here, there) in enumerate(zip(tensor.shape, shape, strict=True)):
-                if here == there or dim in marks:
-                    continue
-                fitting = [v for v in self.ledger.of_length(here) if kept_as(v, rows, there)]
-                if not fitting:
-                    continue  # the variant's program differs here, but not in the rows
-                options[dim] = fitting
-                marks[dim] = fitting[0]
-                unsure |= not same_kept(fitting, rows)
+            # Where none fits every call of the variant, its program differs in some of them.
+            for kept in (others, *([one] for one in others)):
+                fitting = [
+                    labels
+                    for labels in self.ledger.of_length(here)
+                    if all(kept_as(labels, rows, size) for rows, size in kept)
+                ]
+                fitting = [one for one in fitting if counts and one.of_inputs] or fitting
+                if fitting:
+                    options[dim], marks[dim] = fitting, fitting[0]
+                    unsure |= not all(same_kept(fitting, rows, size) for rows, size in kept)
+                    break
         if options:
             self.ledger.guess(tensor, options)
         return LOST if unsure else marks
@@ -322,16 +354,13 @@ def broadcast(result: Tensor, flat: list[Any], known: dict[int, Marks]) -> Marks
 
 def kept_as(labels: Labels, rows: Rows, size: int) -> bool:
     """Return whether keeping these rows, or their context, leaves this size."""
-    if len(labels.kept(rows)) == size:
-        return True
-    return rows.context is not None and len(labels.kept(rows.context)) == size
+    return len(select(labels, rows, size)) == size
 
 
-def same_kept(fitting: list[Labels], rows: Rows) -> bool:
+def same_kept(fitting: list[Labels], rows: Rows, size: int) -> bool:
     """Return whether several labels keep the same indices, so that either may stand."""
-    return bool(fitting) and all(
-        torch.equal(f.kept(rows), fitting[0].kept(rows)) for f in fitting[1:]
-    )
+    first = select(fitting[0], rows, size)
+    return all(torch.equal(select(other, rows, size), first) for other in fitting[1:])
 
 
 def by_position(result: Tensor, flat: list[Any], known: dict[int, Marks]) -> Known:
@@ -414,10 +443,11 @@ class Follower:
         """
         found = self.marks_of_results(func, flat, spec, results)
         for at, (tensor, marks) in enumerate(zip(results, found, strict=True)):
-            shapes = [s[at] for s in sizes if at < len(s)]
+            shapes = [s[at] if at < len(s) else None for s in sizes]
             if not isinstance(marks, str) and (not marks or operator_name(func) in SIZED):
-                if shapes:
-                    marks = self.sizer.add_new_sizes(tensor, dict(marks), shapes)
+                if any(shape is not None for shape in shapes):
+                    counts = operator_name(func) == "aten::arange"
+                    marks = self.sizer.add_new_sizes(tensor, dict(marks), shapes, counts)
                 elif not any(isinstance(v, Tensor) for v in flat):
                     marks = self.sizer.guess_by_size(tensor)
             self.ledger.put(tensor, marks)

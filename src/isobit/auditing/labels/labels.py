@@ -32,6 +32,8 @@ MIXED = "adds over samples, so that its result is no sample's row"
 class Labels:
     """The labels of one dimension. Equal labels are one object, so that they can be compared by identity."""
 
+    of_inputs = False  # whether an input of the run has these
+
     def __init__(self, values: Tensor) -> None:
         self.values = values.detach().to("cpu", torch.int64).contiguous()
         self.key = (len(self.values), hash(tuple(self.values.tolist())))
@@ -70,6 +72,13 @@ class Rows:
     def __init__(self, labels: Sequence[int], context: Sequence[int] | None = None) -> None:
         self.labels = torch.tensor(list(labels), dtype=torch.int64)
         self.context = None if context is None else Rows(context)
+        self._since: dict[int, Rows] = {}
+
+    def since(self, first: int) -> Rows:
+        """Return the rows from a label on, which are those that a cache with a window keeps."""
+        if first not in self._since:
+            self._since[first] = Rows(self.labels[self.labels >= first].tolist())
+        return self._since[first]
 
 
 Marks = dict[int, Labels]  # by dimension
@@ -155,10 +164,19 @@ def select(labels: Labels, rows: Rows, size: int | None) -> Tensor:
 
 
 def rows_for(labels: Labels, rows: Rows, size: int | None) -> Rows:
-    """Return the rows to keep, or their context where the variant's size says so."""
-    if size is None or rows.context is None or labels.span(rows)[1] == size:
+    """Return the rows to keep, or their context where the variant's size says so.
+
+    A size between the two is that of the context's last rows: a cache with a sliding window drops those before them.
+    """
+    if size is None or rows.context is None or labels.span(rows)[1] >= size:
         return rows
-    return rows.context if labels.span(rows.context)[1] == size else rows
+    kept = labels.values[labels.kept(rows.context)]
+    known = kept[kept != EVERY].sort().values
+    missing = len(kept) - size
+    if not 0 <= missing < len(known):
+        return rows
+    some = rows.context.since(int(known[missing])) if missing else rows.context
+    return some if labels.span(some)[1] == size else rows
 
 
 def cut(tensor: Tensor, marks: Marks, rows: Rows, shape: Sequence[int] | None = None) -> Tensor:

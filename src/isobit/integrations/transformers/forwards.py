@@ -16,7 +16,7 @@ from isobit.integrations.transformers.head import keep_rows, logits_of, loss_of
 from isobit.integrations.transformers.layout import LAYOUT, Layout, in_force, read_layout
 from isobit.integrations.transformers.package import library
 from isobit.integrations.transformers.parts.attention import check_registered
-from isobit.integrations.transformers.parts.caches import keep_every_key
+from isobit.integrations.transformers.parts.caches import keep_every_key, refuse_changed_keys
 from isobit.integrations.transformers.parts.heads import Head
 from isobit.integrations.transformers.parts.lora import active_module, adapter_state
 from isobit.integrations.transformers.parts.recognition import check_dropouts
@@ -189,16 +189,7 @@ def layout_of(
             received=type(past_key_values).__name__,
             remedy="use transformers.DynamicCache()",
         )
-    rounded = library("cache_utils").QuantizedLayer
-    layers = getattr(past_key_values, "layers", ())
-    quantised = next((type(layer) for layer in layers if isinstance(layer, rounded)), None)
-    if quantised is not None:
-        raise UnsupportedError(
-            expected="a cache that keeps the bits of keys and values",
-            received=f"{type(past_key_values).__name__} of {quantised.__name__}, which rounds them to fewer bits: a "
-            "token decoded with it differs from the same token in a prefill",
-            remedy="use transformers.DynamicCache()",
-        )
+    refuse_changed_keys(past_key_values)
     if tokens.dim() < 2 or 0 in tokens.shape[:2]:
         name = "input_ids" if input_ids is not None else "inputs_embeds"
         raise ArgumentError(

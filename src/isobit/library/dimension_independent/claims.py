@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from isobit.contracts.judge.recipes import Case
 from isobit.contracts.judge.tally import Tally
 from isobit.foundation import backends, native
-from isobit.foundation.launches import record_launches
+from isobit.foundation.launches import Launch, record_launches
+from isobit.ops.registration import PREFIXES
 from isobit.order.evaluate import add_fp32, fma_fp32
 from isobit.order.plan import FeaturePlan
 from isobit.order.tree import merge
@@ -106,18 +109,90 @@ def count_binaries() -> int:
     return len(compiler_for(backend.target).done)
 
 
+class Ran(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Collect the names of isobit's operators that run, whatever was recorded of them."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note an operator, and run it."""
+        namespace, _, name = func._schema.name.partition("::")
+        if namespace == "isobit":
+            self.names.add(name)
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A backend that notes the number of rows of each kernel after it ran."""
+
+    inner: backends.Backend
+    rows: list[int] = field(default_factory=list, compare=False)
+
+    @property
+    def kind(self) -> str:
+        """Return the name."""
+        return self.inner.kind
+
+    @property
+    def target(self) -> str:
+        """Return the GPU."""
+        return self.inner.target
+
+    @property
+    def engine(self) -> str:
+        """Return the arithmetic of matrix products."""
+        return self.inner.engine
+
+    def launch(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        args: Sequence[Any],
+        constants: Mapping[str, Any],
+        options: Mapping[str, Any],
+    ) -> None:
+        """Run one kernel; its rows are what it is given as M at launch, not a constant of its binary."""
+        self.inner.launch(kernel, grid, args, constants, options)
+        self.rows += [
+            value for name, value in zip(kernel.arg_names, args, strict=False) if name == "M"
+        ]
+
+
+def rows_launched(call: Callable[[], Any]) -> tuple[list[Launch], set[str], list[int] | None]:
+    """Return what a call recorded, which operators ran, and the rows of each kernel on a chosen backend."""
+    backend = backends.chosen()
+    counted = None if backend is None else Counted(backend)
+    with (
+        record_launches() as seen,
+        Ran() as ran,
+        nullcontext() if counted is None else backends.use(counted),
+    ):
+        call()
+    return seen, ran.names, None if counted is None else counted.rows
+
+
 def one_binary(subject: Any, case: Case, tally: Tally) -> None:
-    """Check that other numbers of rows are launched with their own sizes, by the binaries of the case's number."""
+    """Check that other numbers of rows are launched with their own sizes, by the binaries of the case's number.
+
+    A launch counts where its operator ran, and on a backend where its kernels ran with the number of rows.
+    """
     x, weight, bias = case.arguments.values()
     subject(x, weight, bias)
     before = count_binaries()
     for rows in ROWS:
         other = x[:1].expand(rows, -1).contiguous()
-        with record_launches() as seen:
-            subject(other, weight, bias)
-        tally.compared += 2
+        seen, ran, kernels = rows_launched(partial(subject, other, weight, bias))
+        tally.compared += 3
         if not any(launch.named() == {**case.sizes, "rows": rows} for launch in seen):
             tally.fail(f"{[launch.named() for launch in seen]} for {rows} rows of {case.sizes}")
+        missing = {PREFIXES[launch.executor] + launch.operator for launch in seen} - ran
+        if missing:
+            tally.fail(f"{', '.join(sorted(missing))} did not run, though its launch was recorded")
+        elif kernels is not None and set(kernels) != {rows}:
+            tally.fail(f"kernels ran with {sorted(set(kernels))} rows, expected {rows}")
         if count_binaries() != before:
             tally.fail(f"{count_binaries() - before} more binaries for {rows} rows of {case.sizes}")
             before = count_binaries()

@@ -207,6 +207,7 @@ STOCK: frozenset[str] = frozenset(
         "stock": "attention exact_sum gelu layer_norm linear log_softmax rms_norm silu swiglu total_norm",
         "adamw.claims": "fused",
         "embedding.claims": "stock",
+        "linear.planted": "recorded_only",
         "linear_group.claims": "stock",
         "logprob.planted": "stock",
         "lm_head.claims": "stock",

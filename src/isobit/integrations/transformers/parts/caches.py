@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from isobit.errors import UnsupportedError
 from isobit.integrations.transformers.package import library
 from isobit.integrations.transformers.parts.delta_cache import layer_class
 
@@ -28,6 +29,33 @@ def keep_every_key(config: Any, cache: Any, use_cache: bool | None) -> Any:
             if type(layer) is known.LinearAttentionLayer and is_untouched(layer):
                 layers[at] = layer_class()()
     return cache
+
+
+def refuse_changed_keys(cache: Any) -> None:
+    """Raise for a cache that may return other keys and values than it was given, as quantised ones do.
+
+    Caches are told by the function that updates them: a class that inherits it keeps the bits, whatever its name.
+    """
+    known = library("cache_utils")
+    if not isinstance(cache, known.Cache):
+        return
+    exact = (
+        known.Cache.update,
+        known.DynamicLayer.update,
+        known.DynamicSlidingWindowLayer.update,
+        None,  # layers of linear attention keep no keys
+    )
+    replicated = getattr(cache, "layer_class_to_replicate", None)
+    for part in (cache, *cache.layers, *([] if replicated is None else [replicated])):
+        update = getattr(part, "update", None)
+        if getattr(update, "__func__", update) not in exact:
+            kind = part if isinstance(part, type) else type(part)
+            raise UnsupportedError(
+                expected="a cache that keeps the bits of keys and values",
+                received=f"{type(cache).__name__} of {kind.__name__}, which may return others: where keys are rounded "
+                "to fewer bits, a token decoded with it differs from the same token in a prefill",
+                remedy="use transformers.DynamicCache()",
+            )
 
 
 def is_untouched(layer: Any) -> bool:
