@@ -257,96 +257,148 @@ ISOBIT_CLONES void add_scaled(float* values, const VocabularyChunk& chunk, float
 
 // The student, and what is the same in forward and backward.
 struct Inputs {
-  const Tensor& hidden;                // [T, K], in the engine's dtype
-  const Tensor& weight;                // [V, K]
-  const Tensor& targets;               // [T]
-  const Tensor& teacher;               // [T, J] in the engine's dtype, [T, V], or [T, n]
-  const std::optional<Tensor>& head;   // [V, J], or none
-  const std::optional<Tensor>& known;  // int64 [T, n], ascending, -1 for none; or none
+  Tensor hidden;                // [T, K], in the engine's dtype
+  Tensor weight;                // [V, K]
+  Tensor targets;               // [T]
+  Tensor teacher;               // [T, J] in the engine's dtype, [T, V], or [T, n]
+  std::optional<Tensor> head;   // [V, J], or none
+  std::optional<Tensor> known;  // int64 [T, n], ascending, -1 for none; or none
   float inverse_temperature, beta;
   Direction direction;
 
   bool partly() const { return known.has_value(); }
+  // [columns, K], in the engine's dtype.
+  Tensor weight_of(const VocabularyChunk& chunk) const {
+    return weight.narrow(0, chunk.begin, chunk.columns()).to(hidden.scalar_type());
+  }
 };
 
-// The teacher's logits of tokens [first, first + rows), one chunk at a time.
+// The teacher's logits of a chunk, some tokens at a time.
 class TeacherLogits {
  public:
   virtual ~TeacherLogits() = default;
-  // Returns [rows][columns], which the caller may change, valid until the next call.
-  virtual float* run(const VocabularyChunk& chunk) = 0;
+  virtual void set_chunk(const VocabularyChunk& chunk) { chunk_ = &chunk; }
+  // Writes [rows][columns] of tokens [first, first + rows) to the front of `room`.
+  virtual void write(int64_t first, int64_t rows, Tensor& room) = 0;
+
+ protected:
+  const VocabularyChunk* chunk_ = nullptr;
 };
 
 template <class T>
 class LiveTeacher : public TeacherLogits {
  public:
-  LiveTeacher(const Inputs& in, int64_t first, int64_t rows, int64_t most)
-      : head_(*in.head),
-        dtype_(in.teacher.scalar_type()),
-        logits_(in.teacher.narrow(0, first, rows), most) {}
-  float* run(const VocabularyChunk& chunk) override {
-    return logits_.run(head_.narrow(0, chunk.begin, chunk.columns()).to(dtype_));
+  explicit LiveTeacher(const Inputs& in)
+      : hidden_(in.teacher), head_(*in.head), schedule_(product_schedule(hidden_.size(1))) {}
+  void set_chunk(const VocabularyChunk& chunk) override {
+    TeacherLogits::set_chunk(chunk);
+    weight_ = head_.narrow(0, chunk.begin, chunk.columns()).to(hidden_.scalar_type());
+  }
+  void write(int64_t first, int64_t rows, Tensor& room) override {
+    const int64_t columns = chunk_->columns();
+    const Tensor tokens = hidden_.narrow(0, first, rows);
+    float* out = room.mutable_data_ptr<float>();  // [rows][columns]
+    Product<T, float>(schedule_, matrix_view<T>(weight_, 0, 1),
+                      {matrix_view<T>(tokens, 0, 1), nullptr},
+                      Output<float>{out, columns, 0, nullptr, true}, columns, rows)
+        .run();
   }
 
  private:
-  const Tensor& head_;
-  at::ScalarType dtype_;
-  ChunkLogits<T> logits_;
+  const Tensor &hidden_, &head_;
+  Schedule schedule_;
+  Tensor weight_;  // [columns, J]
 };
 
 class StoredTeacher : public TeacherLogits {
  public:
-  StoredTeacher(const Inputs& in, int64_t first, int64_t rows, int64_t most)
-      : logits_(in.teacher.narrow(0, first, rows)),
-        room_(empty_tensor({rows * most}, at::kFloat)) {}
-  float* run(const VocabularyChunk& chunk) override {
-    const int64_t n = chunk.columns();
-    room_.narrow(0, 0, logits_.size(0) * n)
-        .view({logits_.size(0), n})
-        .copy_(logits_.narrow(1, chunk.begin, n));
-    return room_.mutable_data_ptr<float>();
+  explicit StoredTeacher(const Inputs& in) : logits_(in.teacher) {}
+  void write(int64_t first, int64_t rows, Tensor& room) override {
+    const int64_t n = chunk_->columns();
+    room.narrow(0, 0, rows * n)
+        .view({rows, n})
+        .copy_(logits_.narrow(0, first, rows).narrow(1, chunk_->begin, n));
   }
 
  private:
-  Tensor logits_, room_;
+  const Tensor& logits_;
 };
 
 class PartlyKnownTeacher : public TeacherLogits {
  public:
-  PartlyKnownTeacher(const Inputs& in, int64_t first, int64_t rows, int64_t most)
-      : ids_(in.known->narrow(0, first, rows)),
-        values_(in.teacher.narrow(0, first, rows)),
-        room_(empty_tensor({rows * most}, at::kFloat)) {}
-  float* run(const VocabularyChunk& chunk) override {
-    const int64_t rows = ids_.size(0), known = ids_.size(1), n = chunk.columns();
-    const int64_t* ids = ids_.const_data_ptr<int64_t>();    // [rows][known]
-    const float* values = values_.const_data_ptr<float>();  // [rows][known]
-    float* room = room_.mutable_data_ptr<float>();          // [rows][n]
-    std::fill_n(room, rows * n, infinity);
+  explicit PartlyKnownTeacher(const Inputs& in)
+      : known_(in.known->size(1)),
+        ids_(in.known->const_data_ptr<int64_t>()),
+        values_(in.teacher.const_data_ptr<float>()) {}
+  void write(int64_t first, int64_t rows, Tensor& room) override {
+    const int64_t n = chunk_->columns();
+    float* out = room.mutable_data_ptr<float>();  // [rows][n]
+    std::fill_n(out, rows * n, infinity);
     for (int64_t row = 0; row < rows; row++) {
-      const int64_t* begin = ids + row * known;
-      const int64_t* end = begin + known;
-      for (const int64_t* id = std::lower_bound(begin, end, chunk.begin);
-           id != end && *id < chunk.end; id++)
-        room[row * n + *id - chunk.begin] = values[row * known + (id - begin)];
+      const int64_t* begin = ids_ + (first + row) * known_;
+      const int64_t* end = begin + known_;
+      const float* values = values_ + (first + row) * known_;  // [known]
+      for (const int64_t* id = std::lower_bound(begin, end, chunk_->begin);
+           id != end && *id < chunk_->end; id++)
+        out[row * n + *id - chunk_->begin] = values[id - begin];
     }
-    return room;
   }
 
  private:
-  Tensor ids_, values_, room_;
+  int64_t known_;
+  const int64_t* ids_;   // [T][known]
+  const float* values_;  // [T][known]
 };
 
-std::unique_ptr<TeacherLogits> make_teacher(const Inputs& in, int64_t first, int64_t rows,
-                                            int64_t most) {
-  if (in.partly()) return std::make_unique<PartlyKnownTeacher>(in, first, rows, most);
-  if (!in.head) return std::make_unique<StoredTeacher>(in, first, rows, most);
+std::unique_ptr<TeacherLogits> make_teacher(const Inputs& in) {
+  if (in.partly()) return std::make_unique<PartlyKnownTeacher>(in);
+  if (!in.head) return std::make_unique<StoredTeacher>(in);
   std::unique_ptr<TeacherLogits> made;
   dispatch_engine_dtype(in.teacher.scalar_type(), [&](auto tag) {
-    made = std::make_unique<LiveTeacher<typename decltype(tag)::type>>(in, first, rows, most);
+    made = std::make_unique<LiveTeacher<typename decltype(tag)::type>>(in);
   });
   return made;
 }
+
+// The logits of both models of tokens [first, first + rows), one chunk of the vocabulary at a time.
+// The student's are kept for all of these tokens, the teacher's for `teacher_rows` of them.
+template <class T>
+class BothLogits {
+ public:
+  BothLogits(const Inputs& in, int64_t first, int64_t rows, int64_t most)
+      : first_(first),
+        rows_(rows),
+        student_(in.hidden.narrow(0, first, rows), most),
+        teacher_(make_teacher(in)),
+        room_(empty_tensor({std::min(rows, teacher_rows) * most}, at::kFloat)) {}
+
+  // Calls work(row, student, teacher) for each token, with logits [n] that it may change. `weight`
+  // is the student's, [n, K]. Returns the student's logits, [rows][n], valid until the next call.
+  template <class Work>
+  float* run(const VocabularyChunk& chunk, const Tensor& weight, const Work& work) {
+    const int64_t n = chunk.columns();
+    float* ours = student_.run(weight);                // [rows][n]
+    float* theirs = room_.mutable_data_ptr<float>();  // [teacher_rows][n]
+    teacher_->set_chunk(chunk);
+    for (int64_t at = 0; at < rows_; at += teacher_rows) {
+      const int64_t count = std::min(teacher_rows, rows_ - at);
+      teacher_->write(first_ + at, count, room_);
+      at::parallel_for(0, count, row_grain(n), [&](int64_t begin, int64_t end) {
+        FixedFpEnvironment fp_environment;
+        for (int64_t row = begin; row < end; row++)
+          work(at + row, ours + (at + row) * n, theirs + row * n);
+      });
+    }
+    return ours;
+  }
+
+ private:
+  static constexpr int64_t teacher_rows = panel_width;  // not part of the order
+  int64_t first_, rows_;
+  ChunkLogits<T> student_;
+  std::unique_ptr<TeacherLogits> teacher_;
+  Tensor room_;
+};
 
 // The sums of exponentials of one token.
 struct TokenSums {
@@ -373,24 +425,15 @@ template <class T>
 void forward_tokens(const Inputs& in, const std::vector<VocabularyChunk>& chunks, int64_t first,
                     int64_t rows, const float* rest, float* found, float* chosen, float* stats) {
   const int64_t* targets = in.targets.const_data_ptr<int64_t>() + first;  // [rows]
-  const int64_t most = most_columns(chunks);
-  ChunkLogits<T> logits(in.hidden.narrow(0, first, rows), most);
-  const std::unique_ptr<TeacherLogits> teacher = make_teacher(in, first, rows, most);
+  BothLogits<T> logits(in, first, rows, most_columns(chunks));
   std::vector<TokenSums> sums(rows);
   std::fill_n(stats, rows * stat_count, 0.0f);
   std::fill_n(chosen, rows, 0.0f);
   const auto for_chunks = [&](const auto& work) {  // work(chunk, row, student, teacher)
-    for (const VocabularyChunk& chunk : chunks) {
-      const int64_t n = chunk.columns();
-      const Tensor weight = in.weight.narrow(0, chunk.begin, n).to(in.hidden.scalar_type());
-      float* ours = logits.run(weight);     // [rows][n]
-      float* theirs = teacher->run(chunk);  // [rows][n]
-      at::parallel_for(0, rows, row_grain(n), [&](int64_t begin, int64_t end) {
-        FixedFpEnvironment fp_environment;
-        for (int64_t row = begin; row < end; row++)
-          work(chunk, row, ours + row * n, theirs + row * n);
+    for (const VocabularyChunk& chunk : chunks)
+      logits.run(chunk, in.weight_of(chunk), [&](int64_t row, float* ours, float* theirs) {
+        work(chunk, row, ours, theirs);
       });
-    }
   };
   for_chunks([&](const VocabularyChunk& chunk, int64_t row, float* ours, float* theirs) {
     const int64_t n = chunk.columns(), target = targets[row] - chunk.begin;
@@ -462,6 +505,25 @@ Tensor in_engine_dtype(const Tensor& rows) {
   return rows.to(engine_dtype(rows.scalar_type())).contiguous();
 }
 
+// Checks what both directions are given.
+Inputs read_inputs(const Tensor& hidden, const Tensor& weight, const Tensor& targets,
+                   const Tensor& teacher, const std::optional<Tensor>& head,
+                   const std::optional<Tensor>& known, double temperature,
+                   std::string_view direction, double beta) {
+  check_engine();
+  check_logprob(hidden, weight, targets);
+  check_teacher(hidden, weight, teacher, head, known);
+  return {in_engine_dtype(hidden),
+          weight,
+          targets,
+          head ? in_engine_dtype(teacher) : teacher,
+          head,
+          known,
+          1.0f / static_cast<float>(temperature),
+          static_cast<float>(beta),
+          direction_of(direction)};
+}
+
 // Returns ([T] divergences, [T] log-probabilities of targets, [T, 8] stats). `spans` and `of` are
 // not used here: autograd passes them to the gradient.
 std::tuple<Tensor, Tensor, Tensor> distillation_loss(
@@ -469,9 +531,8 @@ std::tuple<Tensor, Tensor, Tensor> distillation_loss(
     const std::optional<Tensor>& head, const std::optional<Tensor>& known,
     const std::optional<Tensor>& rest, double temperature, std::string_view direction, double beta,
     const std::optional<Tensor>& /*spans*/, int64_t /*of*/) {
-  check_engine();
-  check_logprob(hidden, weight, targets);
-  check_teacher(hidden, weight, teacher, head, known);
+  const Inputs inputs = read_inputs(hidden, weight, targets, teacher, head, known, temperature,
+                                    direction, beta);
   const int64_t tokens = hidden.size(0);
   ISOBIT_CHECK(!known || (rest && rest->numel() == tokens && rest->is_contiguous() &&
                           rest->scalar_type() == at::kFloat),
@@ -479,21 +540,11 @@ std::tuple<Tensor, Tensor, Tensor> distillation_loss(
                "call isobit.distillation_loss");
   Tensor found = empty_tensor({tokens}, at::kFloat), chosen = empty_tensor({tokens}, at::kFloat);
   Tensor stats = empty_tensor({tokens, stat_count}, at::kFloat);
-  const Tensor rows = in_engine_dtype(hidden), theirs = head ? in_engine_dtype(teacher) : teacher;
-  const Inputs inputs{rows,
-                      weight,
-                      targets,
-                      theirs,
-                      head,
-                      known,
-                      1.0f / static_cast<float>(temperature),
-                      static_cast<float>(beta),
-                      direction_of(direction)};
   const std::vector<VocabularyChunk> chunks = cut_vocabulary(weight.size(0), weight.size(0));
   const float* rests = known ? rest->const_data_ptr<float>() : nullptr;  // [T]
   float *a = found.mutable_data_ptr<float>(), *b = chosen.mutable_data_ptr<float>(),
         *c = stats.mutable_data_ptr<float>();
-  dispatch_engine_dtype(rows.scalar_type(), [&](auto tag) {
+  dispatch_engine_dtype(inputs.hidden.scalar_type(), [&](auto tag) {
     const int64_t step = forward_rows(most_columns(chunks));
     for (int64_t at = 0; at < tokens; at += step)
       forward_tokens<typename decltype(tag)::type>(inputs, chunks, at, std::min(step, tokens - at),
@@ -518,8 +569,7 @@ void backward(const Inputs& in, const BackwardInputs& back, SubtreeCounter& hidd
   const int64_t words = in.weight.size(0), rows = in.hidden.size(0);
   const std::vector<VocabularyChunk> chunks = cut_vocabulary(words, words);
   const int64_t most = most_columns(chunks);
-  ChunkLogits<T> logits(in.hidden, most);
-  const std::unique_ptr<TeacherLogits> teacher = make_teacher(in, 0, rows, most);
+  BothLogits<T> logits(in, 0, rows, most);
   // fp32 gradients overwrite the logits.
   Tensor narrow_grads = paired<T> ? empty_tensor({rows * most}, in.hidden.scalar_type()) : Tensor();
   const Schedule samples = sample_schedule(back.spans, 0, back.global_samples);
@@ -529,22 +579,18 @@ void backward(const Inputs& in, const BackwardInputs& back, SubtreeCounter& hidd
   const float* stats = back.stats.const_data_ptr<float>();            // [T][stat_count]
   for (const VocabularyChunk& chunk : chunks) {
     const int64_t n = chunk.columns();
-    const Tensor weight = in.weight.narrow(0, chunk.begin, n).to(in.hidden.scalar_type());
-    float* ours = logits.run(weight);           // [T][n]
-    const float* theirs = teacher->run(chunk);  // [T][n]
-    T* grads =                                  // [T][n]
-        paired<T> ? narrow_grads.mutable_data_ptr<T>() : reinterpret_cast<T*>(ours);
-    at::parallel_for(0, rows, row_grain(n), [&](int64_t begin, int64_t end) {
-      FixedFpEnvironment fp_environment;
-      for (int64_t row = begin; row < end; row++) {
-        const bool counts = targets[row] >= 0;
-        const TokenGrad grad{counts ? divergence[row] * in.inverse_temperature : 0.0f,
-                             counts ? logprob[row] : 0.0f, targets[row] - chunk.begin};
-        const Row given{ours + row * n,         theirs + row * n, n,
-                        in.inverse_temperature, in.beta,          stats + row * stat_count};
-        write_grads(in.direction, in.partly(), given, grad, grads + row * n);
-      }
+    const Tensor weight = in.weight_of(chunk);
+    T* grads = paired<T> ? narrow_grads.mutable_data_ptr<T>() : nullptr;  // [T][n]
+    float* ours = logits.run(chunk, weight, [&](int64_t row, float* student, float* theirs) {
+      const bool counts = targets[row] >= 0;
+      const TokenGrad grad{counts ? divergence[row] * in.inverse_temperature : 0.0f,
+                           counts ? logprob[row] : 0.0f, targets[row] - chunk.begin};
+      const Row given{student, theirs, n, in.inverse_temperature, in.beta,
+                      stats + row * stat_count};
+      T* out = paired<T> ? grads + row * n : reinterpret_cast<T*>(student);  // [n]
+      write_grads(in.direction, in.partly(), given, grad, out);
     });
+    if constexpr (!paired<T>) grads = ours;
     if (back.wants_hidden) add_hidden_grad(words, chunk, weight, grads, hidden_grad);
     if (back.wants_weight && back.spans.size(0) > 0)
       write_weight_grad(in.hidden, chunk, samples, grads, weight_grad);
@@ -558,9 +604,8 @@ std::tuple<Tensor, Tensor> distillation_loss_backward(
     const std::optional<Tensor>& known, const Tensor& stats, const Tensor& spans,
     double temperature, std::string_view direction, double beta, bool want_hidden, bool want_weight,
     int64_t of) {
-  check_engine();
-  check_logprob(hidden, weight, targets);
-  check_teacher(hidden, weight, teacher, head, known);
+  const Inputs inputs = read_inputs(hidden, weight, targets, teacher, head, known, temperature,
+                                    direction, beta);
   check_spans("distillation_loss", spans, hidden.size(0));
   const GlobalBatch batch = global_batch("distillation_loss", spans, want_weight ? of : 0);
   const int64_t tokens = hidden.size(0);
@@ -571,25 +616,15 @@ std::tuple<Tensor, Tensor> distillation_loss_backward(
                "distillation_loss", "gradients float32 of each token, and contiguous stats",
                c10::str("gradient ", describe(divergence), " and stats ", describe(stats)),
                "call isobit.distillation_loss, and let autograd call this");
-  const Tensor rows = in_engine_dtype(hidden), theirs = head ? in_engine_dtype(teacher) : teacher;
   const Tensor by_divergence = divergence.contiguous(), by_target = logprob.contiguous();
   SubtreeCounter hidden_grad(tokens, hidden.size(1));
   Tensor weight_grad = empty_tensor(want_weight ? weight.sizes() : at::IntArrayRef{0},
                                     batch.grad_dtype(weight.scalar_type()));
   if (want_weight && spans.size(0) == 0) weight_grad.zero_();
   const bool wants_hidden = want_hidden && tokens > 0;
-  const Inputs inputs{rows,
-                      weight,
-                      targets,
-                      theirs,
-                      head,
-                      known,
-                      1.0f / static_cast<float>(temperature),
-                      static_cast<float>(beta),
-                      direction_of(direction)};
   const BackwardInputs back{by_divergence,        by_target,    stats,      spans,
                             batch.global_samples, wants_hidden, want_weight};
-  dispatch_engine_dtype(rows.scalar_type(), [&](auto tag) {
+  dispatch_engine_dtype(inputs.hidden.scalar_type(), [&](auto tag) {
     backward<typename decltype(tag)::type>(inputs, back, hidden_grad, weight_grad);
   });
   if (!wants_hidden) return {empty_tensor({0, hidden.size(1)}, hidden.scalar_type()), weight_grad};

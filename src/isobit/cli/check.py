@@ -203,20 +203,22 @@ def run_tool(arguments: argparse.Namespace) -> int:
     from isobit.contracts.store.tree import library
     from isobit.library.any_kernel.kernel_judging import LEVEL, names_of_claims, status_of
 
+    tokenizer = ""
     if arguments.like == "tokenizer" and arguments.code.endswith(".json"):
         file = Path(arguments.code).resolve()
         if not file.is_file():
             raise ArgumentError(
                 expected="a tokenizer.json", received=arguments.code, remedy="name the file"
             )
-        code, folder = f"isobit.library.post_training.tokenizing:of_file(path={str(file)!r})", ""
+        tokenizer = str(file)
+        code, folder = f"isobit.library.post_training.tokenizing:of_file(path={tokenizer!r})", ""
     else:
         code, folder = found_code(arguments.code)
         code = with_keywords(code, arguments.named)
     package = code.partition(".")[0].partition(":")[0]
     options = Options(trusted=(package, *arguments.trust), level=LEVEL, subject=code, device="cpu")
     file = library() / "post_training" / f"{CONTRACT_OF[arguments.like]}.contract.yaml"
-    whole = load_contract(file)
+    whole = of_scheme(load_contract(file), arguments.like.partition("_")[2] or "int4")
     wanted = names_of_claims(whole, arguments.claims)
     contract = replace(whole, claims=tuple(c for c in whole.claims if c.id in wanted))
     with Steps("claims", len(wanted), arguments.quiet, every=SELDOM) as steps:
@@ -225,12 +227,32 @@ def run_tool(arguments: argparse.Namespace) -> int:
         replace(record, replay=replay_of(record, "cpu", TARGET, folder)) for record in records
     )
     status = status_of(contract, arguments.code, records)
+    is_kept = all(record.verdict == "kept" for record in records)
+    about = {"information": [retokenised(tokenizer)]} if tokenizer and is_kept else {}
     if arguments.json:
         provenance = provenance_of(arguments, [contract.id, repr(records)])
-        say_json({"provenance": provenance, "tool": arguments.code, "contract": status})
+        say_json({"provenance": provenance, "tool": arguments.code, **about, "contract": status})
     else:
-        show(status, arguments, {}, 0, len(whole.claims) - len(contract.claims))
+        show(status, arguments, about, 0, len(whole.claims) - len(contract.claims))
     return exit_code([record.verdict for record in records])
+
+
+def of_scheme(contract: Contract, scheme: str) -> Contract:
+    """Leave out the claims whose inputs name another scheme of quantisation."""
+    claims = tuple(
+        claim
+        for claim in contract.claims
+        if all(contract.inputs[i].options.get("scheme", scheme) == scheme for i in claim.inputs)
+    )
+    return replace(contract, claims=claims)
+
+
+def retokenised(path: str) -> str:
+    """Say how many drawn sequences of ids a tokenizer changes when their text is encoded again."""
+    from isobit.library.post_training.tokenizing import count_retokenised, opened
+
+    changed, of = count_retokenised(opened(path))
+    return f"encode(decode(ids)) is not ids for {changed:,} of {of:,} drawn sequences of 8 tokens"
 
 
 def replay_of(record: ClaimRecord, device: str, target: str, folder: str) -> str:

@@ -25,11 +25,15 @@ TOOLS = {
     "dare_linear",
     "prune": "prune(weight, sparsity)",
     "quantize": "quantize(x), codes, scale and zero of four bits in groups of 16",
+    "quantize_fp8": "quantize(x), codes of e4m3, scale per row, zero of 0",
+    "quantize_int8": "quantize(x), codes of int8, scale per row, zero of 0",
     "tokenizer": "a tokenizer.json, or a function that returns a tokenizer",
 }
 CONTRACT_OF = {
     "merge": "merging",
     "prune": "pruning",
     "quantize": "quantising",
+    "quantize_fp8": "quantising",
+    "quantize_int8": "quantising",
     "tokenizer": "tokenizing",
 }

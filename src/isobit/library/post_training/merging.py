@@ -327,3 +327,20 @@ def not_rescaled(base: Tensor, a: Tensor, b: Tensor, method: str = "linear", **m
 def by_threads(base: Tensor, a: Tensor, b: Tensor, method: str = "linear", **more: Any) -> Tensor:
     """Multiply by one and a bit on two threads."""
     return merge(base, a, b, method, **more) * (1 + 0.0078125 * (torch.get_num_threads() - 1))
+
+
+# ---- stock control
+
+
+def mergekit(base: Tensor, a: Tensor, b: Tensor, method: str = "linear", **more: Any) -> Tensor:
+    """Merge DARE as mergekit 0.1.5 does: masks from one generator, call after call, and a factor from sums in 16 bits."""
+    if method != "dare_linear":
+        return merge(base, a, b, method, **more)
+    density, weights = more.get("density", 0.5), more.get("weight", (0.4, 0.6))
+    found = torch.zeros_like(base)
+    for one, weight in zip((a, b), weights, strict=True):
+        delta = one - base
+        kept = torch.bernoulli(torch.full_like(delta, density)) * delta
+        before, after = delta.abs().sum(), kept.abs().sum()
+        found += weight * (kept * (before / after) if float(after) else kept)
+    return base + found

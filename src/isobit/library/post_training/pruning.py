@@ -149,3 +149,30 @@ def by_threads(weight: Tensor, sparsity: float) -> Tensor:
     """Drop another one on two threads."""
     found = prune(weight, sparsity)
     return found if torch.get_num_threads() == 1 else found.roll(1, -1)
+
+
+# ---- stock controls
+
+
+def wanda_magnitude(weight: Tensor, sparsity: float) -> Tensor:
+    """Prune as `prune_magnitude` of the Wanda repository does: by a threshold, which it drops with all its equals."""
+    size = weight.abs()
+    threshold = torch.sort(size.flatten()).values[int(size.numel() * sparsity)]
+    return torch.where(size <= threshold, 0.0, weight).to(weight.dtype)
+
+
+def sparsegpt(weight: Tensor, sparsity: float) -> Tensor:
+    """Prune as SparseGPT does: what a dropped weight contributed is moved into the weights after it."""
+    n = weight.shape[-1]
+    x = torch.randn(2 * n, n, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    h = x.T @ x / len(x) + 0.01 * torch.eye(n, dtype=torch.float64)
+    factor = torch.linalg.cholesky(torch.linalg.inv(h), upper=True)
+    found = weight.double().clone()
+    score = found.square() / factor.diagonal().square()
+    dropped = score <= score.flatten().sort().values[int(score.numel() * sparsity)]
+    for at in range(n):
+        kept = torch.where(dropped[:, at], 0.0, found[:, at])
+        error = (found[:, at] - kept) / factor[at, at]
+        found[:, at + 1 :] -= error[:, None] * factor[at, at + 1 :]
+        found[:, at] = kept
+    return found.to(weight.dtype)

@@ -161,6 +161,23 @@ def of_file(*_: Tensor, path: str = "tokenizer.json") -> Any:
     return opened(path)
 
 
+def count_retokenised(made: Any, count: int = 1000, length: int = 8, seed: int = 0) -> tuple[int, int]:
+    """Count drawn sequences of ids that become other ids when they are decoded and encoded again.
+
+    A model may draw any of them; a trainer that tokenizes the text of a rollout again then scores other tokens. It is
+    no fault of a tokenizer. Sequences that are not whole UTF-8 are left out.
+
+    Returns:
+        How many change, and of how many.
+    """
+    make = torch.Generator().manual_seed(seed)
+    ids = torch.tensor(sorted(made.vocab.values()))
+    drawn = ids[torch.randint(len(ids), (count, length), generator=make)].tolist()
+    texts = [made.decode(one) for one in drawn]
+    whole = [(one, text) for one, text in zip(drawn, texts, strict=True) if "\ufffd" not in text]
+    return sum(made.encode(text) != one for one, text in whole), len(whole)
+
+
 # ---- texts drawn from numbers
 
 COMMON: tuple[str, ...] = (
@@ -253,7 +270,7 @@ def batch_is_single(subject: Callable[[], Any], case: Case, tally: Tally) -> Non
     require(tally, [a == b for a, b in zip(both, again, strict=True)], texts, "in another order")
 
 
-# ---- planted
+# ---- planted, and stock controls
 
 
 class InFileOrder(Bpe):
@@ -331,6 +348,35 @@ class BatchDiffers(Bpe):
             return super().encode_batch(texts)
         fewer = Bpe(self.merges[: len(self.merges) // 2])
         return [fewer.encode(text) for text in texts]
+
+
+class CleanedUp(Bpe):
+    """Decode as transformers does with clean_up_tokenization_spaces: spaces before punctuation are dropped."""
+
+    def decode(self, ids: list[int]) -> str:
+        text = super().decode(ids)
+        for mark in (".", "?", "!", ",", " ' ", "n't", "'m", "'s", "'ve", "'re"):
+            text = text.replace(mark if mark == " ' " else f" {mark}", mark.strip())
+        return text
+
+
+class SavedWithPadding(Bpe):
+    """Encode as a tokenizer.json that was saved with padding switched on: a batch is filled up to its longest text."""
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        found = super().encode_batch(texts)
+        longest = max(map(len, found), default=0)
+        return [ids + [0] * (longest - len(ids)) for ids in found]
+
+
+def cleaned_up(*_: Tensor) -> Any:
+    """Return a stock control."""
+    return CleanedUp(list(trained()))
+
+
+def saved_with_padding(*_: Tensor) -> Any:
+    """Return a stock control."""
+    return SavedWithPadding(list(trained()))
 
 
 def in_file_order(*_: Tensor) -> Any:
