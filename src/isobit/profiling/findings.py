@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import exp, log
-from statistics import median_low
+from statistics import median_high, median_low
 
 from isobit.profiling import account as causes
 from isobit.profiling.account import Books
@@ -92,6 +92,7 @@ MOVING, WAITING, UNKNOWN, NOT_STARTED = 0.10, 0.10, 0.10, 0.20
 PAGEABLE, LOW, CASTS, LAYOUTS, PRODUCTS_IN_FP32, ORDER = 0.005, 0.05, 0.05, 0.05, 0.05, 0.01
 OF_BOUND = 0.25  # a brick below this share of its bound is slow
 CLEAR, BY_CHANCE = 0.25, 0.05  # a wait that needs no statistics; and the probability for the others
+SHARED = 2  # how much slower a program becomes next to another one on the same core
 SHORT_CALL = 20_000  # ns; below this the launch, not the bound, sets the time
 
 REMEDIES = {
@@ -173,7 +174,7 @@ def of_accounts(
             max(
                 0,
                 sum(step.parts.get(name, 0) for name in names)
-                - rank.core_waits.get(step.step, (0, 0))[0],
+                - (rank.core_times[step.step].lost if step.step in rank.core_times else 0),
             )
             for step in rank.steps
         )
@@ -211,8 +212,7 @@ def of_collectives(profile: Profile) -> Iterator[Finding]:
     waiting = sum(one.waiting for one in apart)
     rank, ns = most_waited_for(apart)
     usual = usual_share(profile, apart, rank)
-    is_slow = usual >= WAITING and (usual >= CLEAR or chance(apart, rank) < BY_CHANCE)
-    if is_slow and repeats(profile, apart, rank):
+    if usual >= WAITING and (usual >= CLEAR or chance(apart, rank) < BY_CHANCE):
         parts = profile.causes.get(rank, {})
         words = ", ".join(
             f"{cause} {late / 1e6:,.3f}" for cause, late in list(parts.items())[:3] if late > 0
@@ -244,8 +244,8 @@ def moving_of(profile: Profile, collectives: Sequence[Collective]) -> int:
     for one in collectives:
         spent[one.step] += one.moving
     for rank in profile.ranks:
-        for step, (main, every) in rank.core_waits.items():
-            spent[step] -= every - main
+        for step, time in rank.core_times.items():
+            spent[step] -= time.others
     fastest: dict[tuple[str, str, int], int] = {}
     for one in collectives:
         key = (one.name, one.detail, len(one.moves))
@@ -263,51 +263,52 @@ def most_waited_for(collectives: Sequence[Collective]) -> tuple[int, int]:
 
 
 def usual_share(profile: Profile, collectives: Sequence[Collective], rank: int) -> float:
-    """Return the share of a step that all ranks wait for one rank, as the median over steps.
+    """Return the share of a step that the others wait for one rank, as the median over steps.
 
     Any rank is late now and then, because something else ran on its host; a slow one is late in most steps. Where the
-    recording has how long the rank had no core, the share is that of a machine that is not busy: without this time, in
-    which all others waited too.
+    recording has how long the ranks had a core, only what the machine cannot explain counts: see `own_share`.
     """
-    waits: Counter[str] = Counter()
-    totals: Counter[str] = Counter()
+    waits: Counter[tuple[int, str]] = Counter()
+    late: Counter[str] = Counter()
     for one in collectives:
+        for waiting, ns in one.waits.items():
+            waits[waiting, one.step] += ns
         if one.last == rank:
-            waits[one.step] += one.waiting
-    for process in profile.ranks:
-        for step in process.steps:
-            totals[step.step] += step.total
-        if process.rank == rank:
-            for name, (ns, _) in process.core_waits.items():
-                waits[name] = max(0, waits[name] - ns * (len(profile.ranks) - 1))
-                totals[name] -= ns * len(profile.ranks)
-    shares = [waits[step] / total for step, total in totals.items() if total > 0]
+            late[one.step] += one.waiting
+    names = [step.step for step in profile.ranks[0].steps]
+    if all(process.core_times for process in profile.ranks) and len(profile.ranks) > 1:
+        shares = [own_share(profile, waits, rank, step) for step in names]
+    else:
+        totals: Counter[str] = Counter()
+        for process in profile.ranks:
+            for step in process.steps:
+                totals[step.step] += step.total
+        shares = [late[step] / total for step, total in totals.items() if total]
     return median_low(shares) if shares else 0.0
 
 
-def repeats(profile: Profile, collectives: Sequence[Collective], rank: int) -> bool:
-    """Whether one cause makes the rank late in most steps, beyond what lack of a core explains.
+def own_share(
+    profile: Profile, waits: Mapping[tuple[int, str], int], rank: int, step: str
+) -> float:
+    """Return the share of a step that a rank takes longer than the others for certain, whatever the machine did.
 
-    A rank without a core is late for whatever it was doing then, which differs from step to step. Of each cause that
-    part is taken off which lack of a core has of the whole lateness. Recordings that do not have this time cannot tell,
-    and are not judged by it.
+    Of a rank's time in a step, what it waited for others and what it had no core for are not its own. The rest is time
+    in which it ran, or was blocked: slept, read, or waited for a device. Two programs that share a core's units or
+    caches slow each other down by a factor of two at most as a rule, so on a CPU only half of the time in which the
+    suspect ran counts; and lack of a core of its other threads, for which the main one may have waited, does not.
     """
-    process = next(one for one in profile.ranks if one.rank == rank)
-    if not process.core_waits:
-        return True
-    cause = next(iter(profile.causes.get(rank, {})), "")
-    late: Counter[str] = Counter()
-    every: Counter[str] = Counter()
-    for one in collectives:
-        if one.last == rank:
-            late[one.step] += one.lateness.parts.get(cause, 0)
-            every[one.step] += max(0, one.lateness.ns)
-    shares = []
-    for step in process.steps:
-        without = process.core_waits.get(step.step, (0, 0))[0]
-        own = max(0.0, 1 - without / every[step.step]) if every[step.step] else 0.0
-        shares.append(late[step.step] * own / max(1, step.total - without))
-    return median_low(shares) >= WAITING
+    own = {}
+    for process in profile.ranks:
+        time = process.core_times.get(step)
+        if time is None:
+            return 0.0
+        own[process.rank] = max(0, time.wall - waits[process.rank, step] - time.lost)
+        if process.rank == rank:
+            ran = min(time.ran, own[rank])
+            blocked = max(0, own[rank] - ran - time.others)
+            least = blocked + (ran // SHARED if process.device == "CPU" else ran)
+    usual = median_high(ns for other, ns in own.items() if other != rank)
+    return (least - usual) / max(1, *own.values())
 
 
 def chance(collectives: Sequence[Collective], rank: int) -> float:
