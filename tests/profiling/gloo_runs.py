@@ -25,6 +25,7 @@ CAUSES = {
     "sleep": "idle: nothing recorded",
     "optimizer": "idle: host in the optimizer",
 }
+SLEEPING = ("loader", "sleep", "optimizer")
 # What is found if all ranks are slow for the cause.
 GLOBAL = {"loader": "data-loader", "messages": "exposed-communication"}
 
@@ -61,18 +62,20 @@ def take_part(rank, ranks, folder, runs):
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
     )
-    # A planted delay is several times as long as a right step, and as what the machine takes from one.
+    # A planted delay is several times as long as a right step, and one in which a rank sleeps as what the machine takes
+    # from a step; one in which it computes is longer by itself where cores are rare.
     times = train(f"{folder}/calibration{rank}.json", "none", 0.0)
-    taken = [main + stolen for main, _, _, stolen in times]
-    usual = 4 * (median(ran for _, _, ran, _ in times) + median(taken)) / 1e9
-    longest = torch.tensor(usual)
+    ran = 4 * median(ran for _, _, ran, _ in times) / 1e9
+    taken = 4 * median(main + stolen for main, _, _, stolen in times) / 1e9
+    longest = torch.tensor([ran, ran + taken])
     dist.all_reduce(longest, op=dist.ReduceOp.MAX)
-    delay = min(max(DELAY, longest.item()), LONGEST)
+    computing, sleeping = longest.clamp(DELAY, LONGEST).tolist()
     for word in runs.split():
         name, run = word.split("=")
         cause, _, late = run.partition("@")
         torch.manual_seed(0)
         slow = cause if late in ("", str(rank)) else "none"
+        delay = sleeping if cause in SLEEPING else computing
         train(f"{folder}/{name}/rank{rank}.json", slow, delay)
         dist.barrier()
     dist.destroy_process_group()
@@ -86,11 +89,17 @@ def train(export, cause, delay):
 
     from isobit.profiling.recorded_rank import CoreWaits
 
+    square = torch.ones(768, 768)  # large, so that the time is in operators
+    torch.mm(square, square)
+    begin = time.thread_time()
+    torch.mm(square, square)
+    products = round(delay / (time.thread_time() - begin)) + 1
+
     def compute():
-        x = torch.ones(512, 512)  # large, so that the time is in operators
-        begin = time.thread_time()
-        while time.thread_time() - begin < delay:
-            x = torch.mm(x, x).clamp_(max=1)
+        for _ in range(
+            products
+        ):  # no clock inside: a call of the system would give the core away between operators
+            torch.mm(square, square)
 
     class Samples(torch.utils.data.Dataset):
         def __len__(self):

@@ -92,6 +92,7 @@ MOVING, WAITING, UNKNOWN, NOT_STARTED = 0.10, 0.10, 0.10, 0.20
 PAGEABLE, LOW, CASTS, LAYOUTS, PRODUCTS_IN_FP32, ORDER = 0.005, 0.05, 0.05, 0.05, 0.05, 0.01
 OF_BOUND = 0.25  # a brick below this share of its bound is slow
 CLEAR, BY_CHANCE = 0.25, 0.05  # a wait that needs no statistics; and the probability for the others
+ALIKE = 4  # collectives, of which the fastest shows what their size needs
 SHARED = 2  # how much slower a program becomes next to another one on the same core
 SHORT_CALL = 20_000  # ns; below this the launch, not the bound, sets the time
 
@@ -168,17 +169,9 @@ def of_accounts(
     number = len(rank.steps)
 
     def judge(rule: str, names: Sequence[str], limit: float, words: str) -> Iterator[Finding]:
-        ns = sum(whole.parts.get(name, 0) for name in names)
-        # What a step has more than its thread waited for a core is certainly the program's.
-        own = sum(
-            max(
-                0,
-                sum(step.parts.get(name, 0) for name in names)
-                - (rank.core_times[step.step].lost if step.step in rank.core_times else 0),
-            )
-            for step in rank.steps
-        )
-        if whole.total and own >= limit * whole.total:
+        spent = {one.step: sum(one.parts.get(name, 0) for name in names) for one in rank.steps}
+        ns = sum(spent.values())
+        if whole.total and share_of(rank, spent) >= limit:
             detail = f"{words}: {ns / number / 1e6:,.3f} ms per step"
             yield finding(rule, rank.rank, ns, whole.total, detail, longest(books, steps, names))
 
@@ -203,6 +196,26 @@ def of_accounts(
     if not profile.collectives and profile.world > len(profile.ranks):
         words = "communication that nothing hides; how much of it is waiting for other ranks cannot be told"
         yield from judge("communication-unknown", (causes.EXPOSED,), UNKNOWN, words)
+
+
+def share_of(rank: RankProfile, spent: Mapping[str, int]) -> float:
+    """Return the share of a rank's steps that these nanoseconds by step are, without lack of a core.
+
+    What a step has more than its thread had no core for is certainly the program's. On a busy machine that may be
+    nothing; then, if it is so in most steps, lack of a core is taken to be spread evenly over them.
+    """
+    times = rank.core_times
+    certain = sum(
+        max(0, ns - (times[step].lost if step in times else 0)) for step, ns in spent.items()
+    )
+    if len(times) < len(rank.steps):
+        return certain / rank.whole.total
+    even = []
+    for one in rank.steps:
+        busy = max(1, one.total - one.parts.get(causes.EXPOSED, 0))
+        with_core = max(0.0, 1 - times[one.step].lost / busy)
+        even.append(spent[one.step] * with_core / max(1, one.total))
+    return max(certain / rank.whole.total, median_low(even))
 
 
 def of_collectives(profile: Profile) -> Iterator[Finding]:
@@ -237,20 +250,22 @@ def of_collectives(profile: Profile) -> Iterator[Finding]:
 def moving_of(profile: Profile, collectives: Sequence[Collective]) -> int:
     """Return the nanoseconds that data need to move: each collective takes as long as the fastest one like it.
 
-    What others take longer has another reason than their size: a host that did not get to it, or traffic of others.
-    Time in which other threads than the main one had no core is not counted either: they are those that send.
+    What others take longer has another reason than their size: a host that did not get to it, or traffic of others. Of
+    few that are alike even the fastest may be such a one: then time in which the threads that send had no core is not
+    counted.
     """
+    alike: dict[tuple[str, str, int], list[int]] = {}
+    for one in collectives:
+        alike.setdefault((one.name, one.detail, len(one.moves)), []).append(one.moving)
+    needed = sum(min(times) * len(times) for times in alike.values())
+    if min(map(len, alike.values()), default=0) >= ALIKE:
+        return needed
     spent: Counter[str] = Counter()
     for one in collectives:
         spent[one.step] += one.moving
     for rank in profile.ranks:
         for step, time in rank.core_times.items():
             spent[step] -= time.others
-    fastest: dict[tuple[str, str, int], int] = {}
-    for one in collectives:
-        key = (one.name, one.detail, len(one.moves))
-        fastest[key] = min(one.moving, fastest.get(key, one.moving))
-    needed = sum(fastest[one.name, one.detail, len(one.moves)] for one in collectives)
     return min(needed, sum(max(0, ns) for ns in spent.values()))
 
 
@@ -263,52 +278,46 @@ def most_waited_for(collectives: Sequence[Collective]) -> tuple[int, int]:
 
 
 def usual_share(profile: Profile, collectives: Sequence[Collective], rank: int) -> float:
-    """Return the share of a step that the others wait for one rank, as the median over steps.
+    """Return the share of a step that one rank costs the others, as the median over steps.
 
     Any rank is late now and then, because something else ran on its host; a slow one is late in most steps. Where the
-    recording has how long the ranks had a core, only what the machine cannot explain counts: see `own_share`.
+    recording has how long the ranks had a core, only what the machine cannot explain counts.
     """
-    waits: Counter[tuple[int, str]] = Counter()
-    late: Counter[str] = Counter()
-    for one in collectives:
-        for waiting, ns in one.waits.items():
-            waits[waiting, one.step] += ns
-        if one.last == rank:
-            late[one.step] += one.waiting
-    names = [step.step for step in profile.ranks[0].steps]
-    if all(process.core_times for process in profile.ranks) and len(profile.ranks) > 1:
-        shares = [own_share(profile, waits, rank, step) for step in names]
+    totals: Counter[str] = Counter()
+    for process in profile.ranks:
+        for step in process.steps:
+            totals[step.step] += step.total
+    if all(process.core_times for process in profile.ranks):
+        shares = [own_share(profile, rank, step) for step in totals]
     else:
-        totals: Counter[str] = Counter()
-        for process in profile.ranks:
-            for step in process.steps:
-                totals[step.step] += step.total
+        late: Counter[str] = Counter()
+        for one in collectives:
+            late[one.step] += one.waiting if one.last == rank else 0
         shares = [late[step] / total for step, total in totals.items() if total]
     return median_low(shares) if shares else 0.0
 
 
-def own_share(
-    profile: Profile, waits: Mapping[tuple[int, str], int], rank: int, step: str
-) -> float:
+def own_share(profile: Profile, rank: int, step: str) -> float:
     """Return the share of a step that a rank takes longer than the others for certain, whatever the machine did.
 
-    Of a rank's time in a step, what it waited for others and what it had no core for are not its own. The rest is time
-    in which it ran, or was blocked: slept, read, or waited for a device. Two programs that share a core's units or
-    caches slow each other down by a factor of two at most as a rule, so on a CPU only half of the time in which the
-    suspect ran counts; and lack of a core of its other threads, for which the main one may have waited, does not.
+    Of a rank's time in a step, what only collectives fill and what it had no core for is not its own. In the rest it
+    ran, or was blocked: it slept, read a file, or waited for a device. Programs that share a core's units or caches
+    slow each other down, by a factor of two as a rule; so on a CPU only half of the time in which the suspect ran
+    counts, and all of the others'.
     """
-    own = {}
+    own: dict[int, int] = {}
+    least = 0
     for process in profile.ranks:
+        account = next((one for one in process.steps if one.step == step), None)
         time = process.core_times.get(step)
-        if time is None:
+        if account is None or time is None:
             return 0.0
-        own[process.rank] = max(0, time.wall - waits[process.rank, step] - time.lost)
+        own[process.rank] = max(0, account.total - account.parts.get(causes.EXPOSED, 0) - time.lost)
         if process.rank == rank:
-            ran = min(time.ran, own[rank])
-            blocked = max(0, own[rank] - ran - time.others)
-            least = blocked + (ran // SHARED if process.device == "CPU" else ran)
-    usual = median_high(ns for other, ns in own.items() if other != rank)
-    return (least - usual) / max(1, *own.values())
+            ran = min(time.ran, own[rank]) if process.device == "CPU" else 0
+            least = own[rank] - ran + ran // SHARED
+    others = [ns for other, ns in own.items() if other != rank]
+    return (least - median_high(others)) / max(1, *own.values()) if others else 0.0
 
 
 def chance(collectives: Sequence[Collective], rank: int) -> float:
