@@ -171,7 +171,7 @@ def of_accounts(
     def judge(rule: str, names: Sequence[str], limit: float, words: str) -> Iterator[Finding]:
         spent = {one.step: sum(one.parts.get(name, 0) for name in names) for one in rank.steps}
         ns = sum(spent.values())
-        if whole.total and share_of(rank, spent) >= limit:
+        if share_of(rank, spent) >= limit:
             detail = f"{words}: {ns / number / 1e6:,.3f} ms per step"
             yield finding(rule, rank.rank, ns, whole.total, detail, longest(books, steps, names))
 
@@ -199,23 +199,22 @@ def of_accounts(
 
 
 def share_of(rank: RankProfile, spent: Mapping[str, int]) -> float:
-    """Return the share of a rank's steps that these nanoseconds by step are, without lack of a core.
+    """Return the share of a rank's steps that these nanoseconds by step are for certain, whatever the machine did.
 
-    What a step has more than its thread had no core for is certainly the program's. On a busy machine that may be
-    nothing; then, if it is so in most steps, lack of a core is taken to be spread evenly over them.
+    What a step has more than its thread had no core for is the program's. On a CPU operators do not block, so that
+    time in which the thread neither ran nor was ready to, and that nothing else can contain, is the program's too.
     """
-    times = rank.core_times
-    certain = sum(
-        max(0, ns - (times[step].lost if step in times else 0)) for step, ns in spent.items()
-    )
-    if len(times) < len(rank.steps):
-        return certain / rank.whole.total
-    even = []
+    certain = 0
     for one in rank.steps:
-        busy = max(1, one.total - one.parts.get(causes.EXPOSED, 0))
-        with_core = max(0.0, 1 - times[one.step].lost / busy)
-        even.append(spent[one.step] * with_core / max(1, one.total))
-    return max(certain / rank.whole.total, median_low(even))
+        ns, time = spent[one.step], rank.core_times.get(one.step)
+        if time is None:
+            certain += ns
+            continue
+        alone = one.total - one.parts.get(causes.EXPOSED, 0)
+        elsewhere = alone - one.parts.get(causes.COMPUTE, 0) - ns
+        blocked = alone - time.lost - time.ran - elsewhere if rank.device == "CPU" else 0
+        certain += max(0, ns - time.lost, min(ns, blocked))
+    return certain / rank.whole.total if rank.whole.total else 0.0
 
 
 def of_collectives(profile: Profile) -> Iterator[Finding]:
