@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+import isobit.guards.live.block_samples as block_samples
 import isobit.guards.live.watching as watching
 from isobit.gates.training.workload import WORKLOADS, draw_samples, lay_out, make_model
 from isobit.guards import watch
@@ -99,6 +100,47 @@ def tiny_step():
         optimizer.step()
 
     return model, optimizer, take
+
+
+def blocks_cost(steps):
+    """Return what `blocks=True` adds: the share of CPU time inside of its hooks and its judgement, and a step's time.
+
+    The model is small: eight transformer layers of width 256, 512 tokens per step.
+    """
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True)
+    model = torch.nn.TransformerEncoder(layer, 8, enable_nested_tensor=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    guard = watch(model, optimizer, blocks=True, sinks=[JsonLines(os.devnull)])
+    spent = 0.0
+
+    def timed_call(function):
+        def run(*args):
+            nonlocal spent
+            began = time.process_time()
+            try:
+                return function(*args)
+            finally:
+                spent += time.process_time() - began
+
+        return run
+
+    for part, name in ((guard.samples, "start"), (guard.samples, "read"), (guard, "check_blocks")):
+        setattr(part, name, timed_call(getattr(part, name)))
+    whole = 0.0
+    with patch.object(block_samples, "keep_sample", timed_call(block_samples.keep_sample)):
+        for step in range(steps):
+            x = torch.randn(8, 64, 256)
+            began = time.process_time()
+            optimizer.zero_grad()
+            (model(x) - x).square().mean().backward()
+            optimizer.step()
+            if step >= 2:  # the first two are sampled too
+                whole += time.process_time() - began
+            else:
+                spent = 0.0
+    guard.close()
+    return spent / whole, whole / (steps - 2)
 
 
 def measure(make, pairs, rounds, at_step):
@@ -196,6 +238,12 @@ def run(quick, threads, dtypes):
             f"rounds of {pairs} pairs, {moved} repeated, unguarded steps moved by up to "
             f"{100 * max(map(movement, kept)):.0f} %{'' if is_quiet else ': NOT QUIET, no result'}"
         )
+    share, each = blocks_cost(42 if quick else 202)
+    is_wrong |= share > LIMIT
+    lines.append(
+        f"blocks=True: {100 * share:.2f} % of a step's CPU time inside the samples of 8 blocks, every 20th step of "
+        f"{1e3 * each:.1f} ms"
+    )
     console.print(table)
     for line in lines:
         console.print(line)

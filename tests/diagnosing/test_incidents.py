@@ -237,3 +237,68 @@ def test_what_cannot_be_read_is_said(tmp_path, capsys):
     assert main(["diagnose", str(tmp_path), "--json"]) == 1
     record = json.loads(capsys.readouterr().out)
     assert record["diagnosis"]["cause"]["rule"] == "a"
+
+
+# ---- samples of blocks: mathematics or magnitudes ----------------------------------------------------------------
+
+
+def scaled(model):
+    inner = model.blocks[2].inner
+    forward = inner.forward
+    inner.forward = lambda x: forward(x) * 1000  # what tanh hides, so the branch is scaled after it
+    block = model.blocks[2]
+    block.forward = lambda x: x + 100 * torch.tanh(inner(block.norm(x)))
+
+
+def not_a_number(model):
+    block = model.blocks[1]
+    whole = block.forward
+    block.forward = lambda x: torch.where(torch.arange(16) == 3, (whole(x) - 1e9).sqrt(), whole(x))
+
+
+def no_gradient(model):
+    block = model.blocks[1]
+    whole = block.forward
+    block.forward = lambda x: whole(x) * 0 + x.detach() + 0 * x
+
+
+def every_block(model):
+    for block in model.blocks:
+        block.forward = lambda x, block=block: 8 * (x + torch.tanh(block.inner(block.norm(x))))
+
+
+SAMPLED = {
+    "wrong scale": (scaled, "block-scale", "blocks.2", "local", "the magnitudes of blocks.2 are wrong"),
+    "NaN": (not_a_number, "block-nonfinite", "blocks.1", "local", "the mathematics of blocks.1 are wrong"),
+    "zero gradient": (
+        no_gradient, "block-zero-gradient", "blocks.1", "local", "the mathematics of blocks.1 are wrong"),
+    "all grow": (every_block, "blocks-grow", "", "global", "magnitudes are wrong everywhere"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_samples_tell_wrong_mathematics_from_wrong_magnitudes(name, tmp_path):
+    change, rule, block, extent, words = SAMPLED[name]
+    train(tmp_path, {"model": change}, blocks=True)
+    found = diagnosed(tmp_path)
+    assert (found.cause.rule, found.cause.place) == (rule, block), found.evidence
+    assert words in found.cause.message
+    assert (found.granularity, found.extent) == ("block", extent)
+
+
+def test_samples_of_a_right_run_are_silent(tmp_path):
+    train(tmp_path, {}, steps=45, blocks=True)
+    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [line for line in lines if line["kind"] == "finding"] == []
+    sampled = {line["step"] for line in lines if line["name"] == "output.grad.max"}
+    assert sampled == {0, 1, 20, 40}
+    for name in (
+        "output.rms",
+        "output.max",
+        "output.finite",
+        "output.grad.rms",
+        "output.grad.finite",
+    ):
+        modules = {line["module"] for line in lines if line["name"] == name and line["step"] == 20}
+        assert modules == {"embedding", *(f"blocks.{at}" for at in range(4)), "head"}
+    assert diagnosed(tmp_path).evidence == ()

@@ -9,10 +9,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from statistics import median
 
-DELAY = 0.08  # seconds per step, or more on a busy machine
-LONGEST = 0.5
-STEPS = 4  # that are recorded, after two others
+DELAY, LONGEST = 0.08, 0.5  # seconds per step that are planted; more on a busy machine
+STEPS = 8  # that are recorded, after two others
+COPIES = (
+    64  # of each batch: a right step computes for some milliseconds, longer than a wake-up takes
+)
 # The cause of a rank that is late, as the account names it.
 CAUSES = {
     "loader": "idle: data loader",
@@ -22,6 +25,7 @@ CAUSES = {
     "sleep": "idle: nothing recorded",
     "optimizer": "idle: host in the optimizer",
 }
+SLEEPING = ("loader", "sleep", "optimizer")
 # What is found if all ranks are slow for the cause.
 GLOBAL = {"loader": "data-loader", "messages": "exposed-communication"}
 
@@ -58,16 +62,20 @@ def take_part(rank, ranks, folder, runs):
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
     )
-    # A planted delay must stand out from what the machine itself does: four times the longest wait for a core.
-    waits = train(f"{folder}/calibration{rank}.json", "none", 0.0)
-    longest = torch.tensor(max(waits) / 1e9)
+    # A planted delay is several times as long as a right step, and one in which a rank sleeps as what the machine takes
+    # from a step; one in which it computes is longer by itself where cores are rare.
+    times = train(f"{folder}/calibration{rank}.json", "none", 0.0)
+    ran = 4 * median(ran for _, _, ran, _ in times) / 1e9
+    taken = 4 * median(main + stolen for main, _, _, stolen in times) / 1e9
+    longest = torch.tensor([ran, ran + taken])
     dist.all_reduce(longest, op=dist.ReduceOp.MAX)
-    delay = min(max(DELAY, 4 * longest.item()), LONGEST)
+    computing, sleeping = longest.clamp(DELAY, LONGEST).tolist()
     for word in runs.split():
         name, run = word.split("=")
         cause, _, late = run.partition("@")
         torch.manual_seed(0)
         slow = cause if late in ("", str(rank)) else "none"
+        delay = sleeping if cause in SLEEPING else computing
         train(f"{folder}/{name}/rank{rank}.json", slow, delay)
         dist.barrier()
     dist.destroy_process_group()
@@ -81,11 +89,17 @@ def train(export, cause, delay):
 
     from isobit.profiling.recorded_rank import CoreWaits
 
+    square = torch.ones(768, 768)  # large, so that the time is in operators
+    torch.mm(square, square)
+    begin = time.thread_time()
+    torch.mm(square, square)
+    products = round(delay / (time.thread_time() - begin)) + 1
+
     def compute():
-        x = torch.ones(512, 512)  # large, so that the time is in operators
-        begin = time.thread_time()
-        while time.thread_time() - begin < delay:
-            x = torch.mm(x, x).clamp_(max=1)
+        for _ in range(
+            products
+        ):  # no clock inside: a call of the system would give the core away between operators
+            torch.mm(square, square)
 
     class Samples(torch.utils.data.Dataset):
         def __len__(self):
@@ -100,9 +114,8 @@ def train(export, cause, delay):
         def forward(self, x):
             if cause == "forward":
                 compute()
-            if cause == "batch":
-                x = x.repeat(int(400 * delay / DELAY), 1)
-            return super().forward(x)
+            more = int(400 * delay / DELAY) if cause == "batch" else 0
+            return super().forward(x.repeat(COPIES + more, 1))
 
     class Slow(torch.optim.AdamW):
         @torch.no_grad()
@@ -118,7 +131,7 @@ def train(export, cause, delay):
     optimizer = Slow(model.parameters())
     once = schedule(wait=1, warmup=1, active=STEPS, repeat=1)
     message = torch.ones(int(6_000_000 * delay / DELAY) if cause == "messages" else 1)
-    clock, waits = CoreWaits(), []
+    clock, times = CoreWaits(), []
     with profile(
         activities=[ProfilerActivity.CPU],
         schedule=once,
@@ -133,9 +146,9 @@ def train(export, cause, delay):
                 dist.all_reduce(message)
             optimizer.step()
             optimizer.zero_grad()
-            waits.append(clock.mark())
+            times.append(clock.mark())
             p.step()
-    return waits
+    return times
 
 
 if __name__ == "__main__":

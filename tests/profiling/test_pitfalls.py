@@ -36,24 +36,27 @@ def rules(found):
 
 
 def note_core_waits(chromes, us):
-    """Note at the end of each step that its main thread had no core for so long."""
+    """Note at the end of each step that the last rank's main thread had no core for so long."""
     for chrome in chromes:
+        without = us * 1000 if chrome is chromes[-1] else 0
         ends = [e["ts"] + e["dur"] for e in chrome.events if e["name"].startswith("ProfilerStep#")]
         for at in ends:
-            ns = us * 1000
-            chrome.note(f"isobit: waited {ns} ns for a core, all threads {ns} ns", at - 2, at - 1)
+            words = (
+                f"waited {without} ns for a core, all threads {without} ns, ran 0 ns, stolen 0 ns"
+            )
+            chrome.note(f"isobit: {words}", at - 2, at - 1)
 
 
 def test_time_without_a_core_is_no_finding(tmp_path):
     """The same late rank: because of its loader, or because it had no core."""
     delays = [(2, step, "loader", 400) for step in range(3)]
     slow = run_of(delays=delays)
-    note_core_waits(slow[2:], 20)
+    note_core_waits(slow, 20)
     found = profiled(slow, tmp_path)
     assert {("slow-rank", 2), ("data-loader", 2)} <= rules(found)
-    assert {main for main, _ in found.ranks[2].core_waits.values()} == {20_000}
+    assert {time.main for time in found.ranks[2].core_times.values()} == {20_000}
     busy = run_of(delays=delays)
-    note_core_waits(busy[2:], 460)
+    note_core_waits(busy, 460)
     found = profiled(busy, tmp_path)
     assert not {("slow-rank", 2), ("data-loader", 2)} & rules(found)
     assert any("had no core for 0.460 ms" in note for note in found.ranks[2].notes)

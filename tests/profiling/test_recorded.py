@@ -43,7 +43,7 @@ def test_a_slow_loader_of_one_rank_is_named(tmp_path):
     assert found.savings[1] is not None
     for rank in found.ranks:
         assert sum(brick.wall for brick in rank.bricks) + rank.whole.idle == rank.whole.total
-        assert len(rank.core_waits) == STEPS
+        assert len(rank.core_times) == STEPS
 
 
 @pytest.mark.full

@@ -51,6 +51,10 @@ RULES: dict[str, Rule] = {
     "nonfinite-loss": Rule("loop", "dynamic", "C-TRAINSTABLE-001"),
     "nonfinite-gradient": Rule("block", "dynamic", "C-TRAINSTABLE-001"),
     "nonfinite-weight": Rule("block", "dynamic", "C-TRAINSTABLE-001"),
+    "block-nonfinite": Rule("block", "dynamic", "C-TRAINSTABLE-001"),
+    "block-zero-gradient": Rule("block", "static", "C-GRADFLOW-001", CHECKS),
+    "block-scale": Rule("block", "dynamic", "C-TRAINSTABLE-001"),
+    "blocks-grow": Rule("block", "dynamic", "C-TRAINSTABLE-001"),
     "norm-above-limit": Rule("loop", "dynamic", "C-EMBED-GRAD-001", CHECKS),
     "zero-gradient": Rule("block", "static", "C-GRADFLOW-001", CHECKS),
     "no-gradient": Rule("block", "static", "C-GRADFLOW-001", CHECKS),
@@ -95,8 +99,10 @@ OTHERS = Rule("loop", "dynamic")
 CONFIGURED = Rule("loop", "static", "C-TRAINCFG-001", "isobit preflight train.yaml --sequences N")
 # What does not move may be what a gradient that overflowed left behind.
 FOLLOWS = ("not-moved", "state-nonfinite", "nonfinite-weight")
-# A loss that grows or ends is what the others lead to, also where it was logged first.
-SYMPTOMS = ("nonfinite-loss", "nonfinite", "hidden-nonfinite", "rising-loss", "spikes", "plateau")
+# A loss or a logged norm that grows or ends is what the others lead to, also where it was logged first.
+SYMPTOMS = (
+    "nonfinite-loss", "nonfinite", "hidden-nonfinite", "rising-loss", "spikes", "plateau", "norm-limit",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

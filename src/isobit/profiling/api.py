@@ -14,8 +14,8 @@ from isobit.profiling.bounds import machine_of
 from isobit.profiling.bricks import blocks_of, bricks_of
 from isobit.profiling.collectives import Replay, blamed, causes_of, judge, match
 from isobit.profiling.findings import find_all
-from isobit.profiling.records import Account, Comparison, Profile, RankProfile, Row
-from isobit.profiling.trace import Step, Trace, core_waits_of, read_traces, steps_of
+from isobit.profiling.records import Account, Comparison, CoreTime, Profile, RankProfile, Row
+from isobit.profiling.trace import Step, Trace, core_times_of, read_traces, steps_of
 
 # Compare two profiles brick by brick; the differences add up to the difference of the step,
 # exactly.
@@ -207,8 +207,8 @@ def profile_rank(trace: Trace, books: Books, steps: Sequence[Step]) -> RankProfi
     """Profile one trace."""
     accounts = tuple(books.account(step) for step in steps)
     machine = None if trace.on_cpu else machine_of(trace.gpu)
-    waits = core_waits_of(trace, steps)
-    notes = busy_machine(waits, sum(account.total for account in accounts))
+    times = core_times_of(trace, steps)
+    notes = busy_machine(times, sum(account.total for account in accounts))
     return RankProfile(
         name=trace.name,
         digest=trace.digest,
@@ -220,18 +220,18 @@ def profile_rank(trace: Trace, books: Books, steps: Sequence[Step]) -> RankProfi
         blocks=blocks_of(trace, steps),
         peaks=machine.source if machine is not None else "",
         outside=work_outside(trace, steps),
-        core_waits=waits,
+        core_times=times,
         notes=(*trace.notes, *notes),
     )
 
 
-def busy_machine(waits: dict[str, tuple[int, int]], total: int) -> tuple[str, ...]:
+def busy_machine(times: dict[str, CoreTime], total: int) -> tuple[str, ...]:
     """Say so if the main thread often had no core."""
-    waited = sum(main for main, _ in waits.values())
-    if not waits or waited < BUSY * total:
+    waited = sum(time.lost for time in times.values())
+    if not times or waited < BUSY * total:
         return ()
     return (
-        f"its main thread had no core for {waited / len(waits) / 1e6:,.3f} ms of a step: other programs use the "
+        f"its main thread had no core for {waited / len(times) / 1e6:,.3f} ms of a step: other programs use the "
         "processor, and findings about the host count only what exceeds that; record on an idle machine",
     )
 

@@ -295,13 +295,24 @@ def blamed(collectives: Sequence[Collective]) -> dict[int, int]:
 
 
 def causes_of(collectives: Sequence[Collective], rank: int) -> dict[str, int]:
-    """Return the causes of a rank's lateness in all collectives that do not overlap, added up."""
-    found: dict[str, int] = {}
+    """Return the causes of a rank's lateness in all collectives that do not overlap, added up.
+
+    The first is that which makes it late in most steps: one long step may have any reason.
+    """
+    steps: dict[str, dict[str, int]] = {one.step: {} for one in collectives if one.apart}
     for one in collectives:
         if one.last == rank and one.apart:
             for cause, ns in one.lateness.parts.items():
-                found[cause] = found.get(cause, 0) + ns
-    return dict(sorted(found.items(), key=lambda part: -part[1]))
+                steps[one.step][cause] = steps[one.step].get(cause, 0) + ns
+    found: dict[str, int] = {}
+    for parts in steps.values():
+        for cause, ns in parts.items():
+            found[cause] = found.get(cause, 0) + ns
+
+    def usual(cause: str) -> int:
+        return statistics.median_high(parts.get(cause, 0) for parts in steps.values())
+
+    return dict(sorted(found.items(), key=lambda part: (-usual(part[0]), -part[1])))
 
 
 # Replay the ranks from collective to collective, to say what a change would save.

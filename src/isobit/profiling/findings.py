@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import exp, log
-from statistics import median_low
+from statistics import median_high, median_low
 
 from isobit.profiling import account as causes
 from isobit.profiling.account import Books
@@ -92,6 +92,8 @@ MOVING, WAITING, UNKNOWN, NOT_STARTED = 0.10, 0.10, 0.10, 0.20
 PAGEABLE, LOW, CASTS, LAYOUTS, PRODUCTS_IN_FP32, ORDER = 0.005, 0.05, 0.05, 0.05, 0.05, 0.01
 OF_BOUND = 0.25  # a brick below this share of its bound is slow
 CLEAR, BY_CHANCE = 0.25, 0.05  # a wait that needs no statistics; and the probability for the others
+ALIKE = 4  # collectives, of which the fastest shows what their size needs
+SHARED = 2  # how much slower a program becomes next to another one on the same core
 SHORT_CALL = 20_000  # ns; below this the launch, not the bound, sets the time
 
 REMEDIES = {
@@ -167,17 +169,9 @@ def of_accounts(
     number = len(rank.steps)
 
     def judge(rule: str, names: Sequence[str], limit: float, words: str) -> Iterator[Finding]:
-        ns = sum(whole.parts.get(name, 0) for name in names)
-        # What a step has more than its thread waited for a core is certainly the program's.
-        own = sum(
-            max(
-                0,
-                sum(step.parts.get(name, 0) for name in names)
-                - rank.core_waits.get(step.step, (0, 0))[0],
-            )
-            for step in rank.steps
-        )
-        if whole.total and own >= limit * whole.total:
+        spent = {one.step: sum(one.parts.get(name, 0) for name in names) for one in rank.steps}
+        ns = sum(spent.values())
+        if share_of(rank, spent) >= limit:
             detail = f"{words}: {ns / number / 1e6:,.3f} ms per step"
             yield finding(rule, rank.rank, ns, whole.total, detail, longest(books, steps, names))
 
@@ -204,6 +198,25 @@ def of_accounts(
         yield from judge("communication-unknown", (causes.EXPOSED,), UNKNOWN, words)
 
 
+def share_of(rank: RankProfile, spent: Mapping[str, int]) -> float:
+    """Return the share of a rank's steps that these nanoseconds by step are for certain, whatever the machine did.
+
+    What a step has more than its thread had no core for is the program's. On a CPU operators do not block, so that
+    time in which the thread neither ran nor was ready to, and that nothing else can contain, is the program's too.
+    """
+    certain = 0
+    for one in rank.steps:
+        ns, time = spent[one.step], rank.core_times.get(one.step)
+        if time is None:
+            certain += ns
+            continue
+        alone = one.total - one.parts.get(causes.EXPOSED, 0)
+        elsewhere = alone - one.parts.get(causes.COMPUTE, 0) - ns
+        blocked = alone - time.lost - time.ran - elsewhere if rank.device == "CPU" else 0
+        certain += max(0, ns - time.lost, min(ns, blocked))
+    return certain / rank.whole.total if rank.whole.total else 0.0
+
+
 def of_collectives(profile: Profile) -> Iterator[Finding]:
     """Yield findings about waiting for a rank, and about moving data."""
     apart = [one for one in profile.collectives if one.apart]
@@ -211,8 +224,7 @@ def of_collectives(profile: Profile) -> Iterator[Finding]:
     waiting = sum(one.waiting for one in apart)
     rank, ns = most_waited_for(apart)
     usual = usual_share(profile, apart, rank)
-    is_slow = usual >= WAITING and (usual >= CLEAR or chance(apart, rank) < BY_CHANCE)
-    if is_slow and repeats(profile, apart, rank):
+    if usual >= WAITING and (usual >= CLEAR or chance(apart, rank) < BY_CHANCE):
         parts = profile.causes.get(rank, {})
         words = ", ".join(
             f"{cause} {late / 1e6:,.3f}" for cause, late in list(parts.items())[:3] if late > 0
@@ -237,20 +249,22 @@ def of_collectives(profile: Profile) -> Iterator[Finding]:
 def moving_of(profile: Profile, collectives: Sequence[Collective]) -> int:
     """Return the nanoseconds that data need to move: each collective takes as long as the fastest one like it.
 
-    What others take longer has another reason than their size: a host that did not get to it, or traffic of others.
-    Time in which other threads than the main one had no core is not counted either: they are those that send.
+    What others take longer has another reason than their size: a host that did not get to it, or traffic of others. Of
+    few that are alike even the fastest may be such a one: then time in which the threads that send had no core is not
+    counted.
     """
+    alike: dict[tuple[str, str, int], list[int]] = {}
+    for one in collectives:
+        alike.setdefault((one.name, one.detail, len(one.moves)), []).append(one.moving)
+    needed = sum(min(times) * len(times) for times in alike.values())
+    if min(map(len, alike.values()), default=0) >= ALIKE:
+        return needed
     spent: Counter[str] = Counter()
     for one in collectives:
         spent[one.step] += one.moving
     for rank in profile.ranks:
-        for step, (main, every) in rank.core_waits.items():
-            spent[step] -= every - main
-    fastest: dict[tuple[str, str, int], int] = {}
-    for one in collectives:
-        key = (one.name, one.detail, len(one.moves))
-        fastest[key] = min(one.moving, fastest.get(key, one.moving))
-    needed = sum(fastest[one.name, one.detail, len(one.moves)] for one in collectives)
+        for step, time in rank.core_times.items():
+            spent[step] -= time.others
     return min(needed, sum(max(0, ns) for ns in spent.values()))
 
 
@@ -263,51 +277,46 @@ def most_waited_for(collectives: Sequence[Collective]) -> tuple[int, int]:
 
 
 def usual_share(profile: Profile, collectives: Sequence[Collective], rank: int) -> float:
-    """Return the share of a step that all ranks wait for one rank, as the median over steps.
+    """Return the share of a step that one rank costs the others, as the median over steps.
 
     Any rank is late now and then, because something else ran on its host; a slow one is late in most steps. Where the
-    recording has how long the rank had no core, the share is that of a machine that is not busy: without this time, in
-    which all others waited too.
+    recording has how long the ranks had a core, only what the machine cannot explain counts.
     """
-    waits: Counter[str] = Counter()
     totals: Counter[str] = Counter()
-    for one in collectives:
-        if one.last == rank:
-            waits[one.step] += one.waiting
     for process in profile.ranks:
         for step in process.steps:
             totals[step.step] += step.total
-        if process.rank == rank:
-            for name, (ns, _) in process.core_waits.items():
-                waits[name] = max(0, waits[name] - ns * (len(profile.ranks) - 1))
-                totals[name] -= ns * len(profile.ranks)
-    shares = [waits[step] / total for step, total in totals.items() if total > 0]
+    if all(process.core_times for process in profile.ranks):
+        shares = [own_share(profile, rank, step) for step in totals]
+    else:
+        late: Counter[str] = Counter()
+        for one in collectives:
+            late[one.step] += one.waiting if one.last == rank else 0
+        shares = [late[step] / total for step, total in totals.items() if total]
     return median_low(shares) if shares else 0.0
 
 
-def repeats(profile: Profile, collectives: Sequence[Collective], rank: int) -> bool:
-    """Whether one cause makes the rank late in most steps, beyond what lack of a core explains.
+def own_share(profile: Profile, rank: int, step: str) -> float:
+    """Return the share of a step that a rank takes longer than the others for certain, whatever the machine did.
 
-    A rank without a core is late for whatever it was doing then, which differs from step to step. Of each cause that
-    part is taken off which lack of a core has of the whole lateness. Recordings that do not have this time cannot tell,
-    and are not judged by it.
+    Of a rank's time in a step, what only collectives fill and what it had no core for is not its own. In the rest it
+    ran, or was blocked: it slept, read a file, or waited for a device. Programs that share a core's units or caches
+    slow each other down, by a factor of two as a rule; so on a CPU only half of the time in which the suspect ran
+    counts, and all of the others'.
     """
-    process = next(one for one in profile.ranks if one.rank == rank)
-    if not process.core_waits:
-        return True
-    cause = next(iter(profile.causes.get(rank, {})), "")
-    late: Counter[str] = Counter()
-    every: Counter[str] = Counter()
-    for one in collectives:
-        if one.last == rank:
-            late[one.step] += one.lateness.parts.get(cause, 0)
-            every[one.step] += max(0, one.lateness.ns)
-    shares = []
-    for step in process.steps:
-        without = process.core_waits.get(step.step, (0, 0))[0]
-        own = max(0.0, 1 - without / every[step.step]) if every[step.step] else 0.0
-        shares.append(late[step.step] * own / max(1, step.total - without))
-    return median_low(shares) >= WAITING
+    own: dict[int, int] = {}
+    least = 0
+    for process in profile.ranks:
+        account = next((one for one in process.steps if one.step == step), None)
+        time = process.core_times.get(step)
+        if account is None or time is None:
+            return 0.0
+        own[process.rank] = max(0, account.total - account.parts.get(causes.EXPOSED, 0) - time.lost)
+        if process.rank == rank:
+            ran = min(time.ran, own[rank]) if process.device == "CPU" else 0
+            least = own[rank] - ran + ran // SHARED
+    others = [ns for other, ns in own.items() if other != rank]
+    return (least - median_high(others)) / max(1, *own.values()) if others else 0.0
 
 
 def chance(collectives: Sequence[Collective], rank: int) -> float:

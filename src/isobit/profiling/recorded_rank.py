@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 from functools import wraps
@@ -18,37 +19,53 @@ PATIENCE = 600.0  # seconds for the other ranks to write their traces
 
 
 class CoreWaits:
-    """Notes in the trace how long threads were ready to run in each step, and had no core.
+    """Notes in the trace, at the end of each step, what the machine took from it.
 
-    Without it, a machine that is busy with other programs looks like a slow program.
+    Without it, a machine that is busy with other programs looks like a slow program. Linux counts per thread how long
+    it ran and how long it was ready and had no core; of a virtual machine, also how long others had its core.
     """
 
     def __init__(self) -> None:
-        self.before = self.waited()
+        self.before = self.threads()
+        self.stolen = self.steal()
 
-    def waited(self) -> tuple[int, int]:
-        """Return the nanoseconds that the main thread, and all threads, have waited for a core; 0 if not counted."""
-        main, every = 0, 0
+    def threads(self) -> tuple[int, int, int]:
+        """Return the nanoseconds that the main thread, and all, waited for a core, and that the main one ran."""
+        main, every, ran = 0, 0, 0
         try:
             for thread in os.listdir("/proc/self/task"):
                 with open(f"/proc/self/task/{thread}/schedstat", encoding="ascii") as file:
-                    waited = int(file.read().split()[1])
-                main = waited if int(thread) == os.getpid() else main
+                    running, waited = map(int, file.read().split()[:2])
+                if int(thread) == os.getpid():
+                    main, ran = waited, running
                 every += waited
-        except (OSError, ValueError, IndexError):  # not Linux, or a thread that has just ended
-            return 0, 0
-        return main, every
+        except (OSError, ValueError):  # not Linux, or a thread that has just ended
+            return 0, 0, 0
+        return main, every, ran
 
-    def mark(self) -> int:
-        """Write an annotation at the end of a step, and return the main thread's nanoseconds."""
+    def steal(self) -> list[int]:
+        """Return the nanoseconds that the host of a virtual machine took from each core."""
+        try:
+            with open("/proc/stat", encoding="ascii") as file:
+                lines = [line.split() for line in file if re.match(r"cpu\d", line)]
+            return [int(words[8]) * (10**9 // os.sysconf("SC_CLK_TCK")) for words in lines]
+        except (OSError, ValueError, IndexError):
+            return []
+
+    def mark(self) -> tuple[int, int, int, int]:
+        """Write an annotation at the end of a step, and return its nanoseconds."""
         from torch.profiler import record_function
 
-        now = self.waited()
-        main, every = (max(0, a - b) for a, b in zip(now, self.before, strict=True))
-        self.before = now
-        with record_function(f"isobit: waited {main} ns for a core, all threads {every} ns"):
+        now, stolen = self.threads(), self.steal()
+        main, every, ran = (max(0, a - b) for a, b in zip(now, self.before, strict=True))
+        taken = max((a - b for a, b in zip(stolen, self.stolen, strict=False)), default=0)
+        self.before, self.stolen = now, stolen
+        words = (
+            f"waited {main} ns for a core, all threads {every} ns, ran {ran} ns, stolen {taken} ns"
+        )
+        with record_function(f"isobit: {words}"):
             pass
-        return main
+        return main, every, ran, taken
 
 
 class Recorded(BaseException):

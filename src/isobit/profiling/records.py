@@ -125,6 +125,30 @@ class Block:
 
 
 @dataclass(frozen=True)
+class CoreTime:
+    """What the machine took from a process in one step, in nanoseconds.
+
+    Attributes:
+        wall: How long the step took.
+        main: How long its main thread was ready to run and had no core.
+        others: The same of its other threads, added up.
+        ran: How long the main thread had a core.
+        stolen: How long the host of a virtual machine used a core for others, of the core from which it took most.
+    """
+
+    wall: int
+    main: int
+    others: int
+    ran: int
+    stolen: int
+
+    @property
+    def lost(self) -> int:
+        """How long the main thread had no core, at most."""
+        return min(self.wall, self.main + self.stolen)
+
+
+@dataclass(frozen=True)
 class RankProfile:
     """The profile of one process.
 
@@ -139,8 +163,8 @@ class RankProfile:
         blocks: Device time by block of the model, if modules were recorded.
         peaks: The source of the device's peak rates; "" if they are not known.
         outside: Nanoseconds of device work outside of every step.
-        core_waits: By step, nanoseconds in which the main thread, and all threads together, were ready to run and had
-            no core, where the recording has them: that of `isobit profile train.py` does, on Linux.
+        core_times: By step, how long its threads had a core, where the recording has it: that of
+            `isobit profile train.py` does, on Linux.
         notes: What was left out, or what the trace does not have.
     """
 
@@ -154,7 +178,7 @@ class RankProfile:
     blocks: tuple[Block, ...] = ()
     peaks: str = ""
     outside: int = 0
-    core_waits: dict[str, tuple[int, int]] = field(default_factory=dict)
+    core_times: dict[str, CoreTime] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     @property

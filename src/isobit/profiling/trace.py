@@ -21,6 +21,7 @@ from typing import Any
 
 import blake3
 
+from isobit.profiling.records import CoreTime
 from isobit.profiling.trace_files import JsonStream, Source, find_sources, nanoseconds, refuse
 
 MOST_EVENTS = 20_000_000  # that are kept; about 10 GB
@@ -450,22 +451,30 @@ def steps_of(trace: Trace) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-CORE_WAIT = re.compile(r"isobit: waited (\d{1,18}) ns for a core, all threads (\d{1,18}) ns")
+CORE_WAIT = re.compile(
+    r"isobit: waited (\d{1,18}) ns for a core, all threads (\d{1,18}) ns, ran (\d{1,18}) ns, stolen (\d{1,18}) ns"
+)
 
 
-def core_waits_of(trace: Trace, steps: Iterable[Step]) -> dict[str, tuple[int, int]]:
-    """Return how long the main thread, and all threads, had no core in each step, where the recording says so."""
+def core_times_of(trace: Trace, steps: Iterable[Step]) -> dict[str, CoreTime]:
+    """Return what the machine took from the process in each step, where the recording says so."""
     found = {}
     marks = sorted(
-        (event.start, int(match[1]), int(match[2]))
+        (event.start, *map(int, match.groups()))
         for event in trace.host_slices
         if event.kind == "note" and (match := CORE_WAIT.fullmatch(event.name))
     )
     for step in steps:
-        index = bisect_right(marks, (step.end, 0, 0)) - 1
+        index = bisect_right(marks, step.end, key=lambda mark: mark[0]) - 1
         if index >= 0 and marks[index][0] >= step.start:
-            # The main thread cannot wait for longer than the step took.
-            found[step.name] = (min(marks[index][1], step.end - step.start), marks[index][2])
+            _, main, every, ran, stolen = marks[index]
+            found[step.name] = CoreTime(
+                wall=step.end - step.start,
+                main=main,
+                others=max(0, every - main),
+                ran=ran,
+                stolen=stolen,
+            )
     return found
 
 

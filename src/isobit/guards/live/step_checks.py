@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from isobit.errors import GuardError
+from isobit.errors import ArgumentError, GuardError
 from isobit.guards.live.adapter_base import AdapterBase
 from isobit.guards.live.agreement import rank_agreement
-from isobit.guards.live.block_course import BlockCourse
+from isobit.guards.live.block_course import MOST_BLOCKS, BlockCourse
+from isobit.guards.live.block_samples import BlockSamples
 from isobit.guards.live.drift import RECENT, Drift
 from isobit.guards.live.emitter import Emitter
 from isobit.guards.live.events import Event
@@ -73,6 +74,7 @@ class Options:
     other_optimizers: tuple[torch.optim.Optimizer, ...] = ()
     metrics_every: int = 1
     config: Mapping[str, Any] | None = None
+    blocks_every: int | None = None
 
 
 class StepChecks:
@@ -90,6 +92,13 @@ class StepChecks:
         self.drift = {"loss": Drift(), "grad.norm": Drift(log=True)}
         self.call: ModelCall | None = None
         self.course = BlockCourse(model)
+        if options.blocks_every is not None and not self.course.blocks:
+            raise ArgumentError(
+                expected=f"blocks=True with a model of 2 to {MOST_BLOCKS} blocks: entries of its lists of modules",
+                received=f"{type(model).__name__} without such blocks, or with more",
+                remedy="leave blocks out: losses, gradients and weights are checked in any model",
+            )
+        self.samples = BlockSamples(self.course.blocks)
         self.base = AdapterBase(model)
         self.replays, self.looks_again, self.is_replaying = 0, 0, False
         self.flowing: set[str] = set()  # parameters that have had a gradient other than zero
@@ -233,7 +242,33 @@ class StepChecks:
             self.steps < options.patience
             or self.step % options.gradients_every == 0
             or self.step % options.every == 0
+            or self.samples_blocks()
         )
+
+    def samples_blocks(self) -> bool:
+        """Return whether this step samples blocks."""
+        every = self.options.blocks_every
+        return every is not None and (self.steps < 2 or self.step % every == 0)
+
+    def check_blocks(self) -> None:
+        """Emit the sizes of blocks, and report a block whose mathematics or magnitudes are wrong."""
+        idle = []
+        if (
+            not self.options.is_sharded and self.course.looks
+        ):  # of a sharded one a rank may hold nothing
+            gradients = zip(
+                self.course.blocks.items(), self.course.looks[-1].gradients, strict=True
+            )
+            idle = [
+                name
+                for (name, block), size in gradients
+                if not size and any(p.requires_grad for p in block.parameters())
+            ]
+        metrics, verdicts = self.samples.take(idle)
+        for metric, block, value in metrics:
+            self.emitter.metric(metric, value, step=self.step, module=block)
+        for one in verdicts:
+            self.report(one.rule, one.message, severity="warning", module=one.block)
 
     def check_gradients(self, pairs: list[tuple[str, Tensor]]) -> None:
         """Check that gradients are finite and within the limit."""

@@ -118,6 +118,7 @@ class Watch(StepChecks):
         for handle in self.handles:
             handle.remove()
         self.course.stop()
+        self.samples.stop()
         self.handles, self.call, self.sample, self.versions = [], None, None, []
         self.few = []
         try:
@@ -153,17 +154,22 @@ class Watch(StepChecks):
         self.called = True
         if not self.is_replaying:
             self.course.stop()  # of a forward that raised
+            self.samples.stop()
         if self.is_training_call(model):
             self.micro_batch += 1
             self.call = ModelCall.of(args, kwargs)
             if self.looks():
                 self.course.start()
+            if self.samples_blocks():
+                self.samples.clear()  # of an earlier micro-batch, or of a step that a scaler left out
+                self.samples.start()
 
     def after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
         """Take the loss from the output, and ask to be called when its backward starts."""
         if not self.is_training_call(model):
             return
         self.course.stop()
+        self.samples.stop()
         loss = loss_in(output)
         if loss is not None:
             self.losses.append((self.micro_batch, loss.detach()))
@@ -264,6 +270,8 @@ class Watch(StepChecks):
         if self.step % self.options.every == 0:
             for metric, block, value in self.course.metrics():
                 self.emitter.metric(metric, value, step=self.step, module=block)
+        if self.samples_blocks():
+            self.check_blocks()
         if self.steps + 1 == self.options.patience:
             self.check_flow([name for name, _ in pairs])
         if not self.wrong and self.measures_update():

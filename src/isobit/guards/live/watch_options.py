@@ -25,6 +25,7 @@ class Intervals:
         metrics: Steps between metrics of the loss, the gradient norm (of steps that read all gradients) and the
             learning rates.
         patience: Steps after which a parameter that never had a gradient, or only zeros, is reported.
+        blocks: Steps between samples of blocks, with `watch(blocks=True)`; the first two steps are sampled too.
 
     Example:
         >>> isobit.guards.Intervals(gradients=1).weights
@@ -35,6 +36,7 @@ class Intervals:
     gradients: int | None = None
     metrics: int = 1
     patience: int = 10
+    blocks: int = 20
 
 
 @dataclass(frozen=True)

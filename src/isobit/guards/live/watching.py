@@ -31,6 +31,7 @@ def watch(
     max_norm: float | None = None,
     config: Mapping[str, Any] | None = None,
     other_optimizers: Iterable[Any] = (),
+    blocks: bool = False,
     intervals: Intervals = Intervals(),  # noqa: B008
     resume: Resume = Resume(),  # noqa: B008
     replicas: Replicas = Replicas(),  # noqa: B008
@@ -50,6 +51,8 @@ def watch(
         config: The configuration of the run, such as a YAML file as it was read: the hyperparameters that it has must
             be those of every group of this optimizer; a weight decay of 0 is allowed.
         other_optimizers: Those that train the rest of the model, each with a watch of its own.
+        blocks: Sample every block's input, output and gradient now and then (`Intervals(blocks=)`), to name a block
+            that computes something wrong, or whose numbers are far larger or smaller than its neighbours'.
         intervals: How often it looks at weights and gradients, and sends metrics.
         resume: The checkpoint that the run continues from.
         replicas: The ranks whose parameters must be equal.
@@ -116,6 +119,7 @@ def watch(
         other_optimizers=tuple(map(unwrapped_optimizer, other_optimizers)),
         metrics_every=intervals.metrics,
         config=config,
+        blocks_every=intervals.blocks if blocks else None,
     )
     emitter = Emitter(sinks, run=run, rank=rank)
     return Watch(model, unwrapped_optimizer(optimizer), options, emitter)
@@ -130,8 +134,7 @@ def check_counts(max_norm: float | None, intervals: Intervals, agree: int | None
     wrong += [f"max_norm={max_norm}"] if max_norm is not None and not max_norm > 0 else []
     if wrong:
         raise ArgumentError(
-            expected="weights, gradients, metrics and patience of Intervals and every of Replicas of at least 1, and a "
-            "positive max_norm",
+            expected="fields of Intervals and every of Replicas of at least 1, and a positive max_norm",
             received=", ".join(wrong),
             remedy="leave out what should not be checked",
         )
