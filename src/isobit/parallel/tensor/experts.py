@@ -1,7 +1,7 @@
 """Experts that are split over ranks: each rank computes its own experts for the tokens of all.
 
-Either each rank has tokens of its own, whose rows go to the ranks of their experts and back (expert_exchange.py); or every
-rank has all tokens of the group and their routes, as tensor-parallel ranks do, and dispatches the rows of its own
+Either each rank has tokens of its own, whose rows go to the ranks of their experts and back: expert_exchange.py. Or
+every rank has all tokens of the group and their routes, as tensor-parallel ranks do, and dispatches the rows of its own
 experts. It adds their outputs to one subtree of each token's sum, and the subtrees are added along the tree: whole
 segments of experts are on one rank, so that the bits are those of one rank with all experts. The gradient of the
 tokens is the same sum; those of an expert's weights need no communication.
