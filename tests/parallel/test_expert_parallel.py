@@ -1,14 +1,20 @@
 """Experts split over 1, 2, 4 and 8 ranks have the bits of one rank: outputs, and every gradient."""
 
+import ast
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 import isobit
-from isobit import CutError, Samples, bits
+from isobit import ArgumentError, CutError, Samples, UnsupportedError, bits
 from isobit.ops.experts import portable
-from isobit.parallel import ExpertParallel, GlobalBatch, Gradients
+from isobit.parallel import ExpertParallel, GlobalBatch, Gradients, Levels
+from isobit.parallel.tensor import expert_exchange
 from isobit.parallel.tensor.shard import tp_group_of
 from isobit.simulator import World
 
@@ -18,14 +24,14 @@ EXPERTS, K, HIDDEN, INNER, LENGTHS = 16, 4, 12, 6, (7, 3, 5, 6)
 class Layer(torch.nn.Module):
     """A router, on every rank, and experts that are split."""
 
-    def __init__(self, dtype, mesh):
+    def __init__(self, dtype, mesh, tokens="replicated"):
         super().__init__()
         drawn = torch.Generator().manual_seed(0)
         self.router, up, down = (
             torch.nn.Parameter(torch.randn(shape, generator=drawn).to(dtype))
             for shape in ((EXPERTS, HIDDEN), (EXPERTS, 2 * INNER, HIDDEN), (EXPERTS, HIDDEN, INNER))
         )
-        self.experts = ExpertParallel(up, down, mesh)
+        self.experts = ExpertParallel(up, down, mesh, tokens=tokens)
 
     def forward(self, x, samples):
         logits = isobit.linear(x, self.router, samples=samples)
@@ -122,6 +128,166 @@ def test_a_sum_by_slot_differs_between_numbers_of_ranks(monkeypatch):
     assert on_ranks(1, 2, torch.float32)[0] != run(torch.float32)
     monkeypatch.undo()
     assert run(torch.float32) == expected
+
+
+# Tokens that are split over the ranks, whose rows are exchanged by all-to-all.
+
+
+def run_split(dtype, mesh=None, micro_batches=1, frozen=False):
+    """Digests of the gradients of a step; and of each sample's outputs and dx, on the rank that has it."""
+    ranks = 1 if mesh is None else mesh.size()
+    group = None if mesh is None else Levels(mesh)
+    rank = 0 if mesh is None else group.rank
+    layer = Layer(dtype, None if mesh is None else mesh["ep"], "split")
+    layer.experts.requires_grad_(not frozen)
+    samples, by_sample = tokens(dtype), {}
+    batch = GlobalBatch(4, ranks, micro_batches, order="micro")
+    gradients = Gradients(layer, batch, group=group)
+    for micro in range(micro_batches):
+        rows = batch.samples(rank, micro)
+        lengths = [LENGTHS[i] for i in rows]
+        x = torch.cat([samples[i] for i in rows]).requires_grad_()
+        with gradients.micro_batch(micro) as share:
+            y = layer(x, Samples.packed(lengths, first=share.first, total=share.total))
+            y.backward(upstream(dtype, rows))
+        for i, *found in zip(rows, y.detach().split(lengths), x.grad.split(lengths), strict=True):
+            by_sample[i] = [bits.digest(t) for t in found]
+    grads = [layer.router.grad]
+    if not frozen:
+        grads += [whole(layer.experts, name) for name in ("gate_up", "down")]
+    return [bits.digest(t) for t in grads], by_sample
+
+
+def on_split_ranks(shape, dtype, micro_batches=1, **options):
+    def program(_):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "ep"))
+        return run_split(dtype, mesh, micro_batches, **options)
+
+    return World(shape[0] * shape[1]).run(program).values
+
+
+def differing(found, expected):
+    """How many digests of ranks differ from those of one rank."""
+    grads, by_sample = expected
+    seen = {i for _, held in found for i in held}
+    assert seen == set(by_sample)
+    assert len(found) > 1
+    return sum(a != b for got, _ in found for a, b in zip(got, grads, strict=True)) + sum(
+        held[i] != by_sample[i] for _, held in found for i in held
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_one_digest_if_tokens_are_split(dtype):
+    expected = run_split(dtype)
+    assert expected[0] == run(dtype)[:3]
+    for shape, micro_batches in (
+        ((1, 2), 1),
+        ((1, 4), 1),
+        ((2, 2), 1),
+        ((1, 2), 2),
+        ((2, 1), 2),
+    ):
+        assert differing(on_split_ranks(shape, dtype, micro_batches), expected) == 0, shape
+
+
+def test_experts_that_are_not_trained():
+    assert (
+        differing(
+            on_split_ranks((1, 2), torch.float32, frozen=True),
+            run_split(torch.float32, frozen=True),
+        )
+        == 0
+    )
+
+
+def by_arrival(right):
+    def plan(*given):
+        made = right(*given)
+        mine = made.ranks.rank * len(made.order) // made.ranks.size
+        return replace(made, order=made.order.sort().values.roll(mine))
+
+    return plan
+
+
+def one_rank_dropped(right):
+    def plan(*given):
+        made = right(*given)
+        counts = made.routes.samples.spans
+        spans = tuple((at, 0 if i == 0 else n) for i, (at, n) in enumerate(counts))
+        samples = replace(made.routes.samples, spans=spans)
+        return replace(made, routes=made.routes._replace(samples=samples))
+
+    return plan
+
+
+def by_rank(right):
+    """Sum the rows of each rank by themselves: the samples of a rank are one."""
+
+    def plan(*given):
+        made = right(*given)
+        counts, known = made.routes.samples.spans, made.routes.samples
+        half = len(counts) // made.ranks.size
+        joined = []
+        for at in range(0, len(counts), half):
+            joined += [(counts[at][0], sum(n for _, n in counts[at : at + half]))]
+            joined += [(counts[at][0], 0)] * (half - 1)
+        samples = replace(known, spans=tuple(joined))
+        return replace(made, routes=made.routes._replace(samples=samples))
+
+    return plan
+
+
+@pytest.mark.parametrize("wrong", [by_arrival, one_rank_dropped, by_rank])
+def test_planted_exchanges_are_detected(wrong, monkeypatch):
+    expected = run_split(torch.float32)
+    monkeypatch.setattr(expert_exchange, "plan_move", wrong(expert_exchange.plan_move))
+    assert differing(on_split_ranks((1, 2), torch.float32), expected) > 0
+
+
+def test_what_an_exchange_does_not_support():
+    def program(rank):
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "ep"))
+        layer, x = Layer(torch.float32, mesh["ep"], "split"), tokens(torch.float32)[rank]
+        with pytest.raises(UnsupportedError, match="order='micro'"):
+            Gradients(layer, GlobalBatch(4, 2, 2), group=mesh["ep"].get_group())
+        with pytest.raises(UnsupportedError, match="different experts"):
+            Gradients(DistributedDataParallel(layer), GlobalBatch(4, 2))
+        with torch.no_grad():  # as many samples as a rank likes
+            assert len(layer(x, Samples.packed([len(x)]))) == len(x)
+        y = layer(x, Samples.packed([len(x)]))
+        with pytest.raises(UnsupportedError, match=r"isobit.parallel.Gradients"):
+            y.sum().backward()
+        with pytest.raises(CutError, match="divides 5 experts"):
+            ExpertParallel(torch.zeros(5, 4, 3), torch.zeros(5, 3, 2), mesh["ep"], tokens="split")
+        with pytest.raises(ArgumentError, match="'split'"):
+            ExpertParallel(torch.zeros(4, 4, 3), torch.zeros(4, 3, 2), None, tokens="some")
+        flat = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))["dp"]
+        one = Layer(torch.float32, dist.new_subgroups(1)[0], "split")
+        Gradients(one, GlobalBatch(4, 2), group=flat.get_group())  # one rank exchanges nothing
+        return True
+
+    assert World(2).run(program).values == [True] * 2
+
+
+def run_on_gloo(rank, folder, ranks):
+    torch.set_num_threads(1)
+    where = f"file://{folder}/rendezvous"
+    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=ranks)
+    mesh = init_device_mesh("cpu", (1, ranks), mesh_dim_names=("dp", "ep"))
+    for dtype in (torch.float32, torch.bfloat16):
+        (folder / f"{rank} {dtype}").write_text(repr(run_split(dtype, mesh)))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_split_tokens_on_gloo(ranks, tmp_path):
+    mp.spawn(run_on_gloo, args=(tmp_path, ranks), nprocs=ranks)
+    for dtype in (torch.float32, torch.bfloat16):
+        found = [
+            ast.literal_eval((tmp_path / f"{rank} {dtype}").read_text()) for rank in range(ranks)
+        ]
+        assert differing(found, run_split(dtype)) == 0
 
 
 def test_ranks_that_do_not_divide_the_segments():

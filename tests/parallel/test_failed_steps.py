@@ -53,6 +53,8 @@ def fail_in_backward(loss):
         (1, 4, plain, "rank", fail_in_forward),
         (1, 4, plain, "rank", fail_in_backward),
         (2, 2, plain, "rank", fail_in_backward),
+        (2, 2, plain, "micro", fail_in_backward),
+        (2, 2, plain, "micro", fail_in_forward),
         (2, 2, DistributedDataParallel, "rank", fail_in_forward),
         (2, 2, DistributedDataParallel, "rank", fail_in_backward),
         (2, 2, sharded, "micro", fail_in_backward),
@@ -120,7 +122,7 @@ def test_refusals_change_nothing():
 def test_refusals_of_engines():
     def run(_):
         with pytest.raises(UnsupportedError, match="order='rank'"):
-            Gradients(make(), GlobalBatch(8, 2, 2, "micro"))
+            Gradients(DistributedDataParallel(make()), GlobalBatch(8, 2, 2, "micro"))
         with pytest.raises(UnsupportedError, match="tied"):
             Gradients(DistributedDataParallel(make(tied=True)), GlobalBatch(8, 2))
         with pytest.raises(UnsupportedError, match="gradient_as_bucket_view"):

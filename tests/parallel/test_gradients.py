@@ -71,7 +71,8 @@ def test_every_layout_has_the_gradients_of_the_whole_batch(ranks, micro, dtype, 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_engines(ranks, dtype):
     expected = whole(make(dtype))
-    for wrap, order in ((DistributedDataParallel, "rank"), (sharded, "micro")):
+    engines = ((DistributedDataParallel, "rank"), (sharded, "micro"), (plain, "micro"))
+    for wrap, order in engines:
         for found in found_by(ranks, 2, wrap, order, dtype=dtype):
             assert differing(found, expected) == []
 
@@ -132,13 +133,15 @@ def test_fp64_is_exchanged_in_fp64():
 # ---- parameters that are absent or frozen -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("ranks", "micro"), [(1, 4), (2, 2), (4, 1)])
-def test_absent_parameters_have_zeros(ranks, micro):
+@pytest.mark.parametrize(
+    ("ranks", "micro", "order"), [(1, 4, "rank"), (2, 2, "rank"), (2, 2, "micro"), (4, 1, "rank")]
+)
+def test_absent_parameters_have_zeros(ranks, micro, order):
     """`aside` is used by the second half of the batch alone: its gradient is theirs, after +0 for the others'."""
 
     def run(rank):
         net = make(frozen=())
-        batch = GlobalBatch(len(LENGTHS), ranks, micro)
+        batch = GlobalBatch(len(LENGTHS), ranks, micro, order)
         gradients = Gradients(net, batch)
         for at in range(micro):
             held = batch.samples(rank, at)

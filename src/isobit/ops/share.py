@@ -51,6 +51,14 @@ class Share:
     size: int
     # ids of the parameters that operators have used while the share was collected
     used: set[int] = field(default_factory=set, init=False, repr=False, compare=False)
+    # the shares of several ranks that compute an operator together, of which this is one
+    groups: dict[tuple[int, int], Share] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def of_group(self, first: int, size: int) -> Share:
+        """Return the share of several ranks, of which this is one; the same object at each call."""
+        return self.groups.setdefault((first, size), Share(first, self.total, size))
 
 
 _in_force: ContextVar[Share | None] = ContextVar("isobit_share", default=None)

@@ -10,6 +10,7 @@ from isobit.parallel.data.grad_norm import clip_grad_norm_ as clip_grad_norm_
 from isobit.parallel.data.grad_norm import get_total_norm as get_total_norm
 from isobit.parallel.data.gradients import Gradients as Gradients
 from isobit.parallel.data.loss_meter import LossMeter as LossMeter
+from isobit.parallel.tensor.context_attention import context_attention as context_attention
 from isobit.parallel.tensor.experts import ExpertParallel as ExpertParallel
 from isobit.parallel.tensor.linear import ColumnParallelLinear as ColumnParallelLinear
 from isobit.parallel.tensor.linear import RowParallelLinear as RowParallelLinear

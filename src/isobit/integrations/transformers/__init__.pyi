@@ -14,6 +14,8 @@ from isobit.integrations.transformers.teacher_store import TeacherStore as Teach
 from isobit.integrations.transformers.teacher_store import verify_store as verify_store
 from isobit.integrations.transformers.teacher_store import write_store as write_store
 from isobit.integrations.transformers.tensor_parallel import shard as shard
+from isobit.integrations.transformers.tensor_parallel import shard_experts as shard_experts
+from isobit.integrations.transformers.tensor_parallel import split_context as split_context
 from isobit.integrations.transformers.tensor_parallel import unshard as unshard
 from isobit.integrations.transformers.trainer import OrderedTrainer as OrderedTrainer
 from isobit.integrations.transformers.watch_callback import WatchCallback as WatchCallback

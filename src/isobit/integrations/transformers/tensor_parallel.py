@@ -8,12 +8,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from isobit.errors import CutError, UnsupportedError
+from isobit.integrations.transformers.parts.attention import CONTEXT
 from isobit.integrations.transformers.parts.linear import share_count
 from isobit.integrations.transformers.parts.recognition import Plan
 from isobit.integrations.transformers.refusals import refuse
 from isobit.integrations.transformers.state import require_state
 from isobit.order.cut import Cut
 from isobit.order.plan import FEATURE_CAP, count_segments
+from isobit.parallel.same_environment import require_same_arithmetic
+from isobit.parallel.tensor.expert_exchange import check_count, split_experts
 from isobit.parallel.tensor.shard import Ties, join_module, split_module
 from isobit.parallel.tensor.tensor_parallel_group import TensorParallelGroup
 
@@ -80,6 +83,64 @@ def shard(model: nn.Module, mesh: DeviceMesh | TensorParallelGroup) -> TensorPar
     return tp_group
 
 
+def shard_experts(model: nn.Module, mesh: DeviceMesh | TensorParallelGroup) -> TensorParallelGroup:
+    """Keep this rank's experts of every layer, in place; each rank goes on to have tokens of its own.
+
+    Rows are sent to the ranks of their experts and back. Train through `isobit.parallel.Gradients` with the group of
+    these ranks, or `Levels` whose innermost group it is.
+
+    Args:
+        model: An enabled model with experts; every rank calls this with the same weights.
+        mesh: The mesh axis to split experts over, such as `mesh["ep"]`: data-parallel ranks.
+
+    Returns:
+        The ranks that share the experts.
+
+    Raises:
+        CutError: The number of ranks does not divide the experts.
+        UnsupportedError: The model has no experts, or PEFT adapters.
+    """
+    plan, ranks = require_state(model).plan, TensorParallelGroup.of(mesh)
+    found: list[Any] = [module for module, part in plan.parts.items() if part.name == "experts"]
+    if not found or plan.wrappers:
+        refuse(
+            "an enabled model with experts and without adapters, to split over ranks",
+            "one with PEFT adapters"
+            if plan.wrappers
+            else f"{type(model).__name__}, without experts",
+            "train it with data parallelism or FSDP2 (isobit.parallel.Gradients)",
+        )
+    for module in found:
+        check_count(module.num_experts, ranks)
+    for module in found:
+        split_experts(module, [name for name, _ in module.named_parameters(recurse=False)], ranks)
+    return ranks
+
+
+def split_context(
+    model: nn.Module, mesh: DeviceMesh | TensorParallelGroup | None
+) -> TensorParallelGroup:
+    """Split the attention of every layer over ranks which all have the same tokens; None undoes it.
+
+    Each rank computes its part of the queries in forward, and of the key heads in backward; linear layers, norms and
+    experts run on each rank. See [Note: attention over ranks] in parallel/tensor/context_attention.py.
+
+    Args:
+        model: An enabled model; every rank calls it with the same inputs.
+        mesh: The mesh axis to split attention over, such as `mesh["cp"]`.
+
+    Returns:
+        The ranks that share the attention.
+    """
+    ranks = TensorParallelGroup.of(mesh)
+    for dtype in {p.dtype for p in model.parameters()}:
+        require_same_arithmetic(dtype, ranks.group)
+    for module, part in require_state(model).plan.parts.items():
+        if part.name == "attention":
+            module.__dict__[CONTEXT] = ranks
+    return ranks
+
+
 def check_known(plan: Plan) -> None:
     """Raise unless the cut of every linear layer and embedding, and of what follows a cut layer, is known by name."""
     for module, part in plan.parts.items():
@@ -117,6 +178,9 @@ def refuse_cut(received: str) -> NoReturn:
 def unshard(model: nn.Module) -> None:
     """Gather the whole parameters on every rank; all ranks call this together."""
     ties: Ties = {}
+    for module, part in require_state(model).plan.parts.items():
+        if part.name == "experts":
+            join_module(module)
     for module, _ in split_modules(model):
         join_module(
             module, ties if isinstance(module, nn.Embedding) or is_head(model, module) else None

@@ -39,6 +39,7 @@ from isobit.parallel.data.fsdp import FsdpReducer
 from isobit.parallel.data.global_batch import GlobalBatch
 from isobit.parallel.data.reducer import GradientReducer, PlainReducer
 from isobit.parallel.same_environment import require_same_training
+from isobit.parallel.tensor.expert_exchange import exchange_of
 
 # Checks of each gradient that autograd delivers to a parameter inside a micro-batch.
 
@@ -67,7 +68,8 @@ class GradientChecks:
         self._hooks = [self._watch(name, leaf) for name, leaf in self._leaves]
 
     def _watch(self, name: str, leaf: Tensor) -> RemovableHandle:
-        hook: RemovableHandle = leaf.register_hook(partial(self._check, name, id(leaf)))  # type: ignore[no-untyped-call]
+        check = partial(self._check, name, id(leaf), exchange_of(leaf) is not None)
+        hook: RemovableHandle = leaf.register_hook(check)  # type: ignore[no-untyped-call]
         return hook
 
     def begin(self, share: Share) -> None:
@@ -87,18 +89,20 @@ class GradientChecks:
         """Stop checking: a backward from here on belongs to the user."""
         self._share = None
 
-    def _check(self, name: str, leaf: int, grad: Tensor) -> None:
+    def _check(self, name: str, leaf: int, is_exchanged: bool, grad: Tensor) -> None:
         share = self._share
         if share is None:
             return
+        # Experts that are split over ranks have the gradient of the samples of all of these ranks.
+        shares = share.groups.values() if is_exchanged else [share]
         if leaf in self._delivered:
             raise UnsupportedError(
                 expected="one backward in each micro-batch",
                 received=f"a second gradient of {name}",
                 remedy="add the losses of a micro-batch, and call backward once",
             )
-        if not is_partial(grad, share):
-            used = leaf in share.used
+        if not any(is_partial(grad, each) for each in shares):
+            used = any(leaf in each.used for each in shares)
             why = (
                 "several calls, a stock operator or another micro-batch added"
                 if used
@@ -289,6 +293,13 @@ def check_ddp_group(model: DistributedDataParallel, group: Group) -> None:
 
 def reducer_for(model: nn.Module, batch: GlobalBatch, group: Group) -> GradientReducer:
     """Return the reducer for the way in which the model is wrapped."""
+    is_wrapped = isinstance(model, DistributedDataParallel | FSDPModule)
+    if is_wrapped and any(exchange_of(p) is not None for p in model.parameters()):
+        raise UnsupportedError(
+            expected="a model without DistributedDataParallel or fully_shard, if its experts are split over ranks",
+            received=f"{type(model).__name__}, which would add the gradients of different experts",
+            remedy="pass the model itself to Gradients, which adds what each rank has of every other parameter",
+        )
     if isinstance(model, DistributedDataParallel):
         return DdpReducer(model, batch, group)
     if isinstance(model, FSDPModule):

@@ -18,9 +18,10 @@ from isobit.ops.portable.sums import settle_nans
 from isobit.ops.share import accumulation_dtype
 from isobit.order.tree import Counter, Node
 from isobit.parallel.collectives.elementwise_add import add_into, round_total
-from isobit.parallel.collectives.levels import Group
+from isobit.parallel.collectives.levels import Group, Levels, ranks_of
 from isobit.parallel.collectives.tree_collectives import BucketedAllReduce
 from isobit.parallel.data.global_batch import GlobalBatch
+from isobit.parallel.tensor.expert_exchange import exchange_of
 
 
 class GradientReducer(Protocol):
@@ -92,8 +93,8 @@ def check_rank_order(batch: GlobalBatch) -> None:
         raise UnsupportedError(
             expected="consecutive samples on each rank: GlobalBatch(..., order='rank')",
             received=f"order={batch.order!r}",
-            remedy="use order='micro' only with fully_shard, which adds the ranks at every "
-            "micro-batch",
+            remedy="leave order out; or pass the model itself or one of fully_shard to Gradients, which "
+            "add the ranks at every micro-batch",
         )
 
 
@@ -343,28 +344,91 @@ def check_not_tied(model: nn.Module) -> None:
 # The gradient reducer of a plain model, which neither DDP nor FSDP2 wraps.
 
 
+class Exchange:
+    """An all-reduce of some parameters' gradients over one group of ranks."""
+
+    def __init__(self, parameters: list[nn.Parameter], group: Group, rounds: bool) -> None:
+        """Allocate buckets; sums are rounded on their way back if `rounds`."""
+        dtype, device = check_one_dtype(parameters)
+        kinds = {p.dtype for p in parameters}
+        rounded = kinds.pop() if rounds and len(kinds) == 1 and kinds != {dtype} else None
+        self.index = {p: i for i, p in enumerate(parameters)}
+        self.buckets = BucketedAllReduce(
+            [p.numel() for p in parameters], group, dtype=dtype, device=device, rounded=rounded
+        )
+
+    def ready(self, parameter: Any, value: Tensor) -> None:
+        """Give the gradient of this rank."""
+        self.buckets.ready(self.index[parameter], value)
+
+    def finish(self) -> dict[nn.Parameter, Tensor]:
+        """Return the sums over the ranks."""
+        return {p: t.view(p.shape) for p, t in zip(self.index, self.buckets.finish(), strict=True)}
+
+
+def expert_groups(model: nn.Module, batch: GlobalBatch, group: Group) -> tuple[int, Group]:
+    """Return how many ranks exchange rows of experts, and the group of ranks that have the same experts, if any.
+
+    Raises:
+        ArgumentError: The ranks that exchange rows are not the data-parallel ones, or their innermost level.
+        UnsupportedError: Micro-batches are not consecutive samples over these ranks.
+    """
+    found = [exchange_of(p) for p in model.parameters()]
+    held = {tuple(ranks_of(ranks.group)): ranks for ranks in found if ranks is not None}
+    if not held:
+        return 1, None
+    levels = group.groups if isinstance(group, Levels) else (group,)
+    inner = tuple(ranks_of(levels[0]))
+    if set(held) != {inner}:
+        raise ArgumentError(
+            expected=f"experts that are split over the innermost data-parallel ranks, {list(inner)}",
+            received=f"experts split over ranks {' and '.join(str(list(ranks)) for ranks in held)}",
+            remedy='pass group=mesh["ep"].get_group(); or group=isobit.parallel.Levels(mesh["dp", "ep"]) if there are '
+            "several groups that have all experts",
+        )
+    if batch.order != "micro" and batch.micro_batches > 1:
+        raise UnsupportedError(
+            expected="consecutive samples in a micro-batch of all ranks, since an expert has rows of all of them",
+            received=f"order={batch.order!r} with {batch.micro_batches} micro-batches",
+            remedy="use GlobalBatch(…, order='micro')",
+        )
+    if len(levels) == 1:
+        return len(inner), None
+    outer = levels[1] if len(levels) == 2 else Levels.from_groups(*levels[1:], check_hosts=False)
+    return len(inner), outer
+
+
 class PlainReducer:
-    """Takes gradients in hooks and all-reduces full buckets while the backward is still running."""
+    """Takes gradients in hooks and all-reduces full buckets while the backward is still running.
+
+    Each rank's micro-batches are merged before ranks are, unless micro-batches have consecutive samples
+    (`order="micro"`): then ranks are added after every micro-batch. Experts that are split over ranks have gradients of
+    the samples of all these ranks, and are added only to those of ranks that have the same experts.
+    """
 
     def __init__(self, model: nn.Module, batch: GlobalBatch, group: Group) -> None:
         """Untie weights, allocate buckets and register hooks on the parameters."""
-        check_rank_order(batch)
         check_not_distributed(model)
-        self._buckets: BucketedAllReduce | None = None
+        inner, outer = expert_groups(model, batch, group)
         if batch.ranks > 1:
-            dtype, device = check_one_dtype([p for p in model.parameters() if p.requires_grad])
+            check_one_dtype([p for p in model.parameters() if p.requires_grad])
         self._model, self._batch, self._tied = model, batch, TiedWeights(model)
         # In the order in which backward delivers gradients: the last layer first.
         self._parameters = [p for p in reversed(self._tied.leaves) if p.requires_grad]
         self._partials = PartialGradients(self._parameters)
-        if batch.ranks > 1:
-            sizes = [p.numel() for p in self._parameters]
-            kinds = {p.dtype for p in self._parameters}
-            rounded = kinds.pop() if len(kinds) == 1 and kinds != {dtype} else None
-            self._buckets = BucketedAllReduce(
-                sizes, group, dtype=dtype, device=device, rounded=rounded
-            )
-        self._index: dict[Tensor, int] = {p: i for i, p in enumerate(self._parameters)}
+        exchanged = [p for p in self._parameters if exchange_of(p) is not None]
+        self._is_whole = {p for p in exchanged if inner == batch.shares}
+        self._each = batch.ranks > 1 and (batch.order == "micro" or bool(exchanged))
+        everywhere = [p for p in self._parameters if exchange_of(p) is None]
+        self._exchanges = [
+            Exchange(parameters, over, rounds=batch.micro_batches == 1 or not self._each)
+            for parameters, over in ((everywhere, group), (exchanged, outer))
+            if parameters and batch.ranks > 1 and (over is not None or parameters is everywhere)
+        ]
+        self._exchange_of: dict[Tensor, Exchange] = {p: e for e in self._exchanges for p in e.index}
+        self._held: dict[
+            Tensor, Tensor
+        ] = {}  # of this micro-batch, where ranks are added after each
         self._current: tuple[Node, bool] | None = None  # (node, last) of the open micro-batch
         self._hooks = register_hooks(self._take, self._parameters)
 
@@ -382,7 +446,9 @@ class PlainReducer:
         """Open a micro-batch."""
         check_same_parameters(self._model, self._parameters)
         self._tied.check_shared_memory()
-        expect_partial_gradients(self._parameters, self._batch)
+        partials = [p for p in self._parameters if p not in self._is_whole]
+        check_no_leftover_gradients(self._parameters)
+        expect_partial_gradients(partials, self._batch)
         self._current = node, last
         return nullcontext()
 
@@ -391,31 +457,57 @@ class PlainReducer:
             return  # a backward outside micro_batch() belongs to the user
         node, last = self._current
         value, parameter.grad = own_gradient(parameter), None
+        if self._each:
+            self._hold(parameter, value)
+            return
         self._partials.push(parameter, node, value)
-        if last and self._buckets is not None:
-            root = self._partials.take(parameter, self._rank_root(node))
-            self._buckets.ready(self._index[parameter], root)
+        if last and self._exchanges:
+            self._exchange_of[parameter].ready(
+                parameter, self._partials.take(parameter, self._rank_root(node))
+            )
+
+    def _hold(self, parameter: Tensor, value: Tensor) -> None:
+        """Take a gradient of which the ranks are added in this micro-batch."""
+        self._held[parameter] = value
+        if parameter in self._exchange_of:
+            self._exchange_of[parameter].ready(parameter, value)
 
     def end(self, node: Node, last: bool) -> None:
         """Close a micro-batch; after the last one, wait for the buckets and write `p.grad`."""
         self._current = None
+        if self._each:
+            node = self._add_ranks(node)
         absent = self._partials.complete(node)
         check_any_gradient(absent, self._parameters)
         if not last:
             return
         root = self._rank_root(node)
-        if self._buckets is None:
-            totals = [self._partials.take(p, root) for p in self._parameters]
+        if self._each or not self._exchanges:
+            by_leaf = {p: self._partials.take(p, root) for p in self._parameters}
         else:
             for parameter in absent:
-                self._buckets.ready(self._index[parameter], self._partials.take(parameter, root))
-            flat = self._buckets.finish()
-            totals = [t.view(p.shape) for p, t in zip(self._parameters, flat, strict=True)]
+                root_value = self._partials.take(parameter, root)
+                self._exchange_of[parameter].ready(parameter, root_value)
+            by_leaf = {p: t for e in self._exchanges for p, t in e.finish().items()}
         restore_grad_dtype(self._parameters)
-        by_leaf = dict(zip(self._parameters, totals, strict=True))
-        settled = self._buckets is not None
+        settled = bool(self._exchanges) and not self._each
         for parameter, gradient in self._tied.round_and_add(by_leaf, settled).items():
             parameter.grad = gradient
+
+    def _add_ranks(self, node: Node) -> Node:
+        """Add the ranks' gradients of this micro-batch, push them, and return the node over all ranks."""
+        over = node.ancestor(self._batch.ranks)
+        if not self._held:
+            return over  # no backward ran: check_any_gradient raises
+        for parameter in self._parameters:
+            if parameter not in self._held:
+                dtype = accumulation_dtype(parameter.dtype)
+                self._hold(parameter, torch.zeros_like(parameter, dtype=dtype))
+        totals = {p: t for e in self._exchanges for p, t in e.finish().items()}
+        for parameter in self._parameters:
+            self._partials.push(parameter, over, totals.get(parameter, self._held[parameter]))
+        self._held.clear()
+        return over
 
     def _rank_root(self, node: Node) -> Node:
         """Return the subtree over all micro-batches of this rank."""
@@ -425,8 +517,9 @@ class PlainReducer:
         """Drop everything of this step."""
         self._current = None
         self._partials.clear()
-        if self._buckets is not None:
-            self._buckets.clear()
+        self._held.clear()
+        for exchange in self._exchanges:
+            exchange.buckets.clear()
         for parameter in self._parameters:
             parameter.grad = None
         restore_grad_dtype(self._parameters)

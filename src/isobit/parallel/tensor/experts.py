@@ -1,6 +1,7 @@
 """Experts that are split over ranks: each rank computes its own experts for the tokens of all.
 
-Every rank has all tokens of the group and their routes, as tensor-parallel ranks do, and dispatches the rows of its own
+Either each rank has tokens of its own, whose rows go to the ranks of their experts and back: expert_exchange.py. Or
+every rank has all tokens of the group and their routes, as tensor-parallel ranks do, and dispatches the rows of its own
 experts. It adds their outputs to one subtree of each token's sum, and the subtrees are added along the tree: whole
 segments of experts are on one rank, so that the bits are those of one rank with all experts. The gradient of the
 tokens is the same sum; those of an expert's weights need no communication.
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from isobit.errors import CutError
+from isobit.errors import ArgumentError, CutError
 from isobit.foundation.machine import keeping_subnormals
 from isobit.ops.arguments import check_tensors
 from isobit.ops.derivatives import refuse_second_order
@@ -26,6 +27,7 @@ from isobit.ops.portable.sums import round_once
 from isobit.ops.share import accumulation_dtype
 from isobit.ops.swiglu.op import swiglu
 from isobit.order.tree import merge
+from isobit.parallel.tensor.expert_exchange import check_count, mix_experts, split_experts
 from isobit.parallel.tensor.shard import split_module, tp_group_of
 from isobit.parallel.tensor.tensor_parallel_group import TensorParallelGroup
 
@@ -120,10 +122,13 @@ class ExpertParallel(nn.Module):
         gate_up: The weights of gate and up of all experts, gate first. # [E, 2·I, H]
         down: The weights of down of all experts. # [E, H, I]
         mesh: A mesh of one axis, a process group, or None for one rank alone.
+        tokens: "replicated" if every rank calls with the same tokens, as tensor-parallel ranks have; "split" if each
+            has its own, as data-parallel ranks have. Split tokens are exchanged by all-to-all.
 
     Raises:
-        CutError: The number of ranks does not divide the segments of the experts: the largest power of two, at most
-            8, that divides their number.
+        CutError: The number of ranks does not divide the experts; for replicated tokens, their segments: the largest
+            power of two, at most 8, that divides their number.
+        ArgumentError: `tokens` is another word.
 
     Example:
         On one rank it is the whole mixture; under `torchrun`, pass `mesh["ep"]`.
@@ -137,14 +142,29 @@ class ExpertParallel(nn.Module):
     """
 
     def __init__(
-        self, gate_up: Tensor, down: Tensor, mesh: DeviceMesh | TensorParallelGroup | None
+        self,
+        gate_up: Tensor,
+        down: Tensor,
+        mesh: DeviceMesh | TensorParallelGroup | None,
+        *,
+        tokens: str = "replicated",
     ) -> None:
         """Keep this rank's experts."""
         super().__init__()
+        if tokens not in ("replicated", "split"):
+            raise ArgumentError(
+                expected="tokens='replicated' or 'split'",
+                received=repr(tokens),
+                remedy="pass 'split' if each rank of the mesh has tokens of its own",
+            )
         self.gate_up = nn.Parameter(gate_up.detach().clone())
         self.down = nn.Parameter(down.detach().clone())
-        self.total = len(gate_up)
+        self.total, self.tokens = len(gate_up), tokens
         tp_group = TensorParallelGroup.of(mesh)
+        if tokens == "split":
+            check_count(self.total, tp_group)
+            split_experts(self, ["gate_up", "down"], tp_group)
+            return
         segments = portable.segments_of(self.total)
         if segments % tp_group.size:
             raise CutError(
@@ -155,13 +175,19 @@ class ExpertParallel(nn.Module):
         split_module(self, {"gate_up": 0, "down": 0}, tp_group)
 
     def forward(self, x: Tensor, routes: Routes) -> Tensor:
-        """Return the outputs [T, H] of tokens x [..., H], which every rank has with the same routes."""
+        """Return the outputs [T, H] of tokens x [..., H] by their routes."""
         check_tensors(x=x, gate_up=self.gate_up, down=self.down)
         tp_group = tp_group_of(self)
         assert tp_group is not None
+        if self.tokens == "split":
+            return mix_experts(x, routes, self._compute, tp_group)
         local = local_routes(routes, tp_group)
         rows: Tensor = Dispatch.apply(x, local)  # type: ignore[no-untyped-call]
-        gate, up = grouped_linear(rows, self.gate_up, routes=local.routes).chunk(2, dim=-1)
-        made = grouped_linear(swiglu(gate, up), self.down, routes=local.routes)
+        made = self._compute(rows, local.routes)
         y: Tensor = Combine.apply(made, routes.weights, local)  # type: ignore[no-untyped-call]
         return y
+
+    def _compute(self, rows: Tensor, routes: Routes) -> Tensor:
+        """Return the outputs of this rank's experts, [R, H]."""
+        gate, up = grouped_linear(rows, self.gate_up, routes=routes).chunk(2, dim=-1)
+        return grouped_linear(swiglu(gate, up), self.down, routes=routes)

@@ -25,6 +25,8 @@ from isobit.ops.linear.op import linear
 from isobit.ops.share import check_share
 from isobit.ops.silu.op import silu
 from isobit.ops.swiglu.op import swiglu
+from isobit.parallel.tensor.expert_exchange import mix_experts
+from isobit.parallel.tensor.shard import tp_group_of
 
 
 @dataclass(frozen=True)
@@ -67,30 +69,35 @@ def forward_experts(
     module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     """Compute down(act(gate) · up) of each expert, and add what a token's experts return."""
+
+    def compute(rows: Tensor, routes: Routes) -> Tensor:
+        gate, up = grouped_linear(rows, module.gate_up_proj, routes=routes).chunk(2, dim=-1)
+        is_silu = kind_of_activation(module.act_fn) == "silu"
+        inner = swiglu(gate, up) if is_silu else module.act_fn(gate) * up
+        return grouped_linear(inner, module.down_proj, routes=routes)
+
     routes = routes_of(module, top_k_index, top_k_weights)
-    rows = dispatch_rows(hidden_states, routes)
-    gate, up = grouped_linear(rows, module.gate_up_proj, routes=routes).chunk(2, dim=-1)
-    is_silu = kind_of_activation(module.act_fn) == "silu"
-    inner = swiglu(gate, up) if is_silu else module.act_fn(gate) * up
-    return combine(grouped_linear(inner, module.down_proj, routes=routes), routes)
+    return mix_experts(hidden_states, routes, compute, tp_group_of(module))
 
 
 def forward_clamped_experts(
     module: Any, hidden_states: Tensor, router_indices: Tensor, routing_weights: Tensor
 ) -> Tensor:
     """Compute experts with biases, whose gate and up are interleaved and clamped: (up + 1) · gate · sigmoid(α gate)."""
+
+    def compute(rows: Tensor, routes: Routes) -> Tensor:
+        both = grouped_linear(
+            rows, module.gate_up_proj, module.gate_up_proj_bias, routes=routes, transposed=True
+        )
+        gate = both[..., ::2].clamp(max=module.limit)
+        up = both[..., 1::2].clamp(min=-module.limit, max=module.limit)
+        inner = (up + 1) * (silu(gate * module.alpha) * (1 / module.alpha))
+        return grouped_linear(
+            inner, module.down_proj, module.down_proj_bias, routes=routes, transposed=True
+        )
+
     routes = routes_of(module, router_indices, routing_weights)
-    rows = dispatch_rows(hidden_states, routes)
-    both = grouped_linear(
-        rows, module.gate_up_proj, module.gate_up_proj_bias, routes=routes, transposed=True
-    )
-    gate = both[..., ::2].clamp(max=module.limit)
-    up = both[..., 1::2].clamp(min=-module.limit, max=module.limit)
-    inner = (up + 1) * (silu(gate * module.alpha) * (1 / module.alpha))
-    made = grouped_linear(
-        inner, module.down_proj, module.down_proj_bias, routes=routes, transposed=True
-    )
-    return combine(made, routes)
+    return mix_experts(hidden_states, routes, compute, tp_group_of(module))
 
 
 def routes_of(module: Any, experts: Tensor, weights: Tensor) -> Routes:
