@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.judged_kernels import records_of
+from isobit.cli import check as command
 from isobit.cli import main
 from isobit.contracts.judge.bound import bind, on_device
 from isobit.contracts.judge.verify import try_one, verify_contract
@@ -163,6 +165,53 @@ def test_the_command(tmp_path, capsys):
     code, out, _ = check("isobit:silu", "--like", "silu", "--json", capsys=capsys)
     assert code == 0
     assert '"kernel": "isobit:silu"' in out
+
+
+KERNELS = {
+    "right_silu": "import isobit\ndef silu(x): return isobit.silu(x)",
+    "stock_silu": "import torch\ndef silu(x): return torch.nn.functional.silu(x)",
+    "no_silu": "import no_such_package",
+    "other": "def gelu(x): return x",
+}
+SILU = ("--like", "silu", "--dtype", "fp32", "--quick")
+
+
+def write_kernels(folder, **more):
+    for name, text in {**KERNELS, **more}.items():
+        (folder / f"{name}.py").write_text(text)
+
+
+def test_a_folder_of_kernels(tmp_path, monkeypatch, capsys):
+    """Each kernel has the verdict that it has by itself; what cannot be called is counted, not left out."""
+    write_kernels(tmp_path)
+    monkeypatch.setattr(command, "open_engine", lambda *_: ThreadPoolExecutor(1))
+    code, out, _ = check(f"{tmp_path}:silu", *SILU, "--json", capsys=capsys)
+    found = {Path(one["kernel"]).name: one for one in json.loads(out)["kernels"]}
+    codes = {name: one["exit_code"] for name, one in found.items()}
+    wanted = {"no_silu": 2, "other": 2, "right_silu": 0, "stock_silu": 1}
+    assert (code, codes) == (1, {f"{name}.py:silu": exit for name, exit in wanted.items()})
+    alone = check(f"{tmp_path / 'stock_silu.py'}:silu", *SILU, "--json", capsys=capsys)
+    claims = [[c["verdict"] for c in one["contract"]["claims"]]
+              for one in (json.loads(alone[1]), found["stock_silu.py:silu"])]  # fmt: skip
+    assert claims[0] == claims[1]
+    (tmp_path / "stock_silu.py").unlink()
+    code, out, _ = check(f"{tmp_path}:silu", *SILU, capsys=capsys)
+    assert code == 2
+    assert "of 3 kernels 1 kept, 0 broken, 2 could not be judged" in out
+    (tmp_path / "empty").mkdir()
+    for words in ((f"{tmp_path / 'empty'}:silu", *SILU), ("isobit:silu", *SILU, "--jobs", "2")):
+        code, _, err = check(*words, capsys=capsys)
+        assert code == 2
+        assert "remedy: " in err
+
+
+@pytest.mark.full
+def test_a_kernel_that_ends_its_process_costs_no_other_its_verdict(tmp_path, capsys):
+    write_kernels(tmp_path, dies="import os\ndef silu(x): os._exit(3)")
+    code, out, _ = check(f"{tmp_path}:silu", *SILU, "--jobs", "2", capsys=capsys)
+    assert code == 1
+    assert "dies.py:silu: could not be judged: its process died" in out
+    assert "of 5 kernels 1 kept, 1 broken, 3 could not be judged" in out
 
 
 @pytest.mark.parametrize(

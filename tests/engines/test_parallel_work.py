@@ -16,6 +16,7 @@ import pytest
 import isobit
 from isobit.cli.main import main
 from isobit.contracts.store.sharing import Store, is_whole, pull, push
+from isobit.foundation.addresses import storage_of
 from isobit.foundation.engines import open_engine
 
 FEW = [
@@ -187,7 +188,19 @@ def cluster():
 def start_verify(cluster, home, *more):
     words = [sys.executable, "-m", "isobit", "verify", *FEW, "--level", "L2", "-q"]
     words += ["--evidence", str(home), "--on", f"ray:{cluster.address}", *more]
-    return subprocess.Popen(words, env=clean_environment(), cwd=Path(home).parent)
+    with open(Path(home).with_suffix(".log"), "a") as log:
+        return subprocess.Popen(
+            words, env=clean_environment(), cwd=Path(home).parent, stdout=log, stderr=log
+        )
+
+
+def note(what, home, local):
+    """Print what was done to a run, and what was found after it."""
+    found = records_of(home)
+    print(f"\n{what}: {sum(map(len, found.values()))} records of {len(found)} claims", end="")
+    print(
+        f", {sum(map(len, local.values()))} of {len(local)} in a local run; equal: {found == local}"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -244,8 +257,12 @@ def test_seeds_on_ray_are_those_of_one_process(cluster, tmp_path):
 @pytest.mark.full
 def test_a_killed_worker_loses_nothing(cluster, local, tmp_path):
     running = start_verify(cluster, tmp_path / "home")
-    os.kill(wait_for_workers()[0], signal.SIGKILL)
+    killed = wait_for_workers()[0]
+    os.kill(killed, signal.SIGKILL)
+    assert running.poll() is None
     assert running.wait(300) == 0
+    assert killed not in workers()
+    note(f"kill -9 of worker {killed}", tmp_path / "home", local)
     assert records_of(tmp_path / "home") == local
 
 
@@ -262,6 +279,7 @@ def test_a_killed_driver_leaves_what_was_judged_and_the_next_ends_it(cluster, lo
     assert kept
     assert start_verify(cluster, home).wait(300) == 0
     assert kept <= set(home.rglob("*.jsonl"))
+    note(f"kill -9 of the driver after {len(kept)} of {len(FEW)} contracts", home, local)
     assert records_of(home) == local  # each record once
 
 
@@ -271,6 +289,7 @@ def test_two_drivers_at_once(cluster, local, tmp_path):
     both = [start_verify(cluster, tmp_path / f"home{k}", "--store", url) for k in range(2)]
     assert [one.wait(400) for one in both] == [0, 0]
     found = records_of(url)
+    note("two drivers at once, their store", url, local)
     assert found.keys() == local.keys()
     assert all(one in local[key] for key, ones in found.items() for one in ones)
 
@@ -278,43 +297,116 @@ def test_two_drivers_at_once(cluster, local, tmp_path):
 @pytest.mark.full
 def test_a_killed_node_loses_nothing(cluster, local, tmp_path):
     running = start_verify(cluster, tmp_path / "home")
-    wait_for_workers()
-    cluster.remove_node(cluster.nodes_added.pop(), allow_graceful=False)
+    busy = {parent_of(worker) for worker in wait_for_workers()}
+    node = next(node for node in cluster.nodes_added if raylet_of(node) in busy)
+    cluster.nodes_added.remove(node)
+    cluster.remove_node(node, allow_graceful=False)  # kill -9 of its processes
+    assert running.poll() is None
+    cluster.nodes_added.append(cluster.add_node(num_cpus=1))
     assert running.wait(400) == 0
+    note("kill -9 of a node that ran a task", tmp_path / "home", local)
     assert records_of(tmp_path / "home") == local
 
 
-@pytest.mark.full
-def test_evidence_in_s3(local, tmp_path, monkeypatch):
+def parent_of(process):
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def raylet_of(node):
+    return node.all_processes["raylet"][0].process.pid
+
+
+class Bucket:
+    """A server of S3 that can be stopped and started again with what it has: moto's, in this process."""
+
+    def __init__(self):
+        self.port = 0
+        self.start()
+
+    def start(self):
+        from moto.server import ThreadedMotoServer
+
+        self.server = ThreadedMotoServer(ip_address="127.0.0.1", port=self.port)
+        self.server.start()
+        self.port = self.server.get_host_and_port()[1]
+
+    def stop(self):
+        self.server.stop()
+
+
+URL = "s3://bucket/evidence"
+
+
+@pytest.fixture
+def bucket(monkeypatch):
     pytest.importorskip("moto")
     pytest.importorskip("s3fs")
-    import fsspec
-    from moto.server import ThreadedMotoServer
+    import s3fs
 
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    server.start()
-    host, port = server.get_host_and_port()
-    for name, value in (
-        ("AWS_ACCESS_KEY_ID", "x"),
-        ("AWS_SECRET_ACCESS_KEY", "x"),
-        ("AWS_ENDPOINT_URL", f"http://{host}:{port}"),
-    ):
-        monkeypatch.setenv(name, value)
-    try:
-        fsspec.filesystem("s3").mkdir("s3://bucket")
-        store = Store("s3://bucket/evidence")
-        words = [sys.executable, "-m", "isobit", "verify", *FEW, "--level", "L2", "-q"]
-        words += ["--store", "s3://bucket/evidence"]
-        for home in ("one", "two"):  # the second takes what the first put
-            done = subprocess.run(
-                [*words, "--evidence", str(tmp_path / home)],
-                cwd=tmp_path,
-                capture_output=True,
-                text=True,
-            )
-            assert done.returncode == 0, done.stderr
+    made = Bucket()
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{made.port}")
+    s3fs.S3FileSystem.clear_instance_cache()
+    storage_of.cache_clear()
+    made.files = s3fs.S3FileSystem()
+    if made.files.exists("s3://bucket"):
+        made.files.rm("s3://bucket", recursive=True)
+    made.files.mkdir("s3://bucket")
+    yield made
+    made.stop()
+
+
+def verify_with_store(home, *more):
+    words = [sys.executable, "-m", "isobit", "verify", *FEW, "--level", "L2", "-q", "--store", URL]
+    words += ["--evidence", str(home), *more]
+    return subprocess.run(words, cwd=Path(home).parent, capture_output=True, text=True)
+
+
+@pytest.mark.full
+def test_evidence_in_s3_and_a_torn_object(bucket, local, tmp_path):
+    for home in ("one", "two"):  # the second takes what the first put
+        done = verify_with_store(tmp_path / home)
+        assert done.returncode == 0, done.stderr
+    assert "0 judged now" in done.stdout
+    store = Store(URL)
+    assert pull(store, tmp_path / "three") == len(FEW)
+    assert records_of(tmp_path / "three") == local
+    torn = sorted(store.names())[0]
+    store.write(torn, store.read(torn)[:200])
+    done = verify_with_store(tmp_path / "four")  # does not count it, and judges that contract
+    assert done.returncode == 0, done.stderr
+    assert "1 judged now" in done.stdout
+    note("a torn object in S3", tmp_path / "four", local)
+    assert records_of(tmp_path / "four") == local
+    assert push(store, tmp_path / "one") == 1  # whoever has it puts it right
+    assert is_whole(torn, store.read(torn))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seconds", [3, 300])
+def test_storage_that_does_not_answer(bucket, cluster, local, tmp_path, seconds):
+    """For a while, or until the run has ended: then the next run puts what this one judged."""
+    home = tmp_path / "home"
+    running = start_verify(cluster, home, "--store", URL)
+    wait_for_workers()
+    bucket.stop()
+    end = time.monotonic() + 300
+    while not records_of(home) and time.monotonic() < end:
+        time.sleep(0.1)
+    if seconds == 3:
+        time.sleep(seconds)
+        bucket.start()
+        assert running.wait(300) == 0
+    else:
+        assert running.wait(300) == 2
+        assert "kept in the local folder" in home.with_suffix(".log").read_text()
+        assert records_of(home) == local
+        bucket.start()
+        done = verify_with_store(home)
+        assert done.returncode == 0, done.stderr
         assert "0 judged now" in done.stdout
-        assert pull(store, tmp_path / "three") == len(list((tmp_path / "one").rglob("*.jsonl")))
-        assert records_of(tmp_path / "three") == local
-    finally:
-        server.stop()
+    assert pull(Store(URL), tmp_path / "other") == len(FEW)
+    note(f"S3 unreachable for {seconds} s, its objects", tmp_path / "other", local)
+    assert records_of(home) == records_of(tmp_path / "other") == local

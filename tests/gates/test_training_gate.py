@@ -7,6 +7,7 @@ one of them also runs as real processes, with the same digest.
 import json
 import math
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from subprocess import CompletedProcess
 from xml.etree import ElementTree
@@ -269,6 +270,21 @@ def test_verdicts(first, folder):
     ]
     assert judge(zeros).curves == 2
     assert not judge([replace(o, curve=replace(o.curve, losses=(), norms=())) for o in kept]).kept
+
+
+def test_layouts_as_tasks_are_those_of_one_process(first, folder, tmp_path, monkeypatch):
+    """The first to end need not be the first that was asked for; a worker with other code is refused."""
+    jobs = [Job(RankLayout(*sizes), "tiny", "float32") for sizes in ((2, 2, 1), (1, 1, 1))]
+    known = rank_layout_gate.read_outcomes(folder / "kept")
+    monkeypatch.setattr(rank_layout_gate, "open_engine", lambda *_: ThreadPoolExecutor(1))
+    keep, told = tmp_path / "kept", []
+    found = run_jobs(jobs, told.append, keep, processes=2)
+    assert [o.curve for o in found] == [known[rank_layout_gate.key_of(job)].curve for job in jobs]
+    assert sorted(map(str, told)) == sorted(map(str, jobs))
+    assert len(rank_layout_gate.read_outcomes(keep)) == 2
+    monkeypatch.setattr(rank_layout_gate, "run_with_digest", lambda job: ((None, 0.0), "another"))
+    with pytest.raises(UnsupportedError, match="one version of isobit"):
+        run_jobs(jobs, on="ray")
 
 
 def test_jobs_are_told_as_they_end(first, folder):

@@ -6,12 +6,14 @@ import argparse
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import replace
+from concurrent.futures import as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from isobit.cli.arguments import SHORT, long_dtype
+from isobit.cli.arguments import SHORT, add_engine, at_least_one, long_dtype
 from isobit.cli.contract_options import exit_code
 from isobit.cli.progress import SELDOM, Steps, add_quiet
 from isobit.cli.provenance import provenance_of
@@ -21,8 +23,9 @@ from isobit.contracts.authoring.explain import explain
 from isobit.contracts.language.contract import Contract
 from isobit.contracts.options import Options
 from isobit.contracts.report.page import draw_contracts
-from isobit.errors import ArgumentError, EngineError, in_one_line
+from isobit.errors import ArgumentError, EngineError, IsobitError, in_one_line
 from isobit.foundation import files
+from isobit.foundation.engines import LOCAL, check_engine, open_engine
 from isobit.foundation.plain_text import one_line
 from isobit.foundation.records import ClaimRecord, ContractStatus, Section
 from isobit.foundation.trusted_folder import serve_folder
@@ -44,7 +47,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "code",
         metavar="CODE",
-        help="package.module:name or FILE.py:name, of a function or module; it is imported, also from here",
+        help="package.module:name or FILE.py:name, of a function or module; it is imported, also from here. "
+        "FOLDER:name judges that name of every Python file in a folder",
     )
     parser.add_argument(
         "--like", required=True, choices=sorted([*LIKE, *TOOLS]), help="what it computes"
@@ -112,6 +116,14 @@ def add_parser(commands: Any) -> None:
         metavar="PACKAGE",
         help="another package that CODE takes the function from",
     )
+    parser.add_argument(
+        "--jobs",
+        type=at_least_one,
+        default=1,
+        metavar="N",
+        help="number of local processes that judge the kernels of a folder (default: %(default)s)",
+    )
+    add_engine(parser)
     parser.add_argument("--json", action="store_true", help="print a JSON record")
     parser.add_argument(
         "--html", metavar="FILE", type=Path, help="write an HTML report with every claim"
@@ -135,8 +147,137 @@ def named_sizes(text: str) -> tuple[str, tuple[int, ...]]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Judge the claims of an operator on the named function, or those of a tool's contract."""
-    if arguments.like in TOOLS:
-        return run_tool(arguments)
+    folder, _, name = arguments.code.rpartition(":")
+    if folder and Path(folder).is_dir():
+        return run_folder(arguments, Path(folder), name)
+    if arguments.on != LOCAL or arguments.jobs > 1:
+        raise ArgumentError(
+            expected="a folder of kernels with --jobs or --on",
+            received=arguments.code,
+            remedy="name a folder, as kernels:rms_norm, or leave these options out",
+        )
+    found = check(arguments)
+    provenance = provenance_of(arguments, [found.status.id, repr(found.status.claims)])
+    if arguments.html:
+        lines = tuple(f"{name}: {line}" for name, lines in found.judged.items() for line in lines)
+        about = Section("how it was judged", lines, "about", found.contract.id)
+        sections = {found.contract.id: (about, *explain(found.contract, found.status))}
+        title = f"isobit check {arguments.code}"
+        files.write_text(
+            arguments.html, draw_contracts([found.status], sections, title, provenance)
+        )
+    if arguments.json:
+        say_json({"provenance": provenance, **found.record(arguments.like)})
+    else:
+        show(found, arguments)
+    return found.exit_code
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A kernel or a tool that was judged.
+
+    Attributes:
+        code: What was judged.
+        contract: Its claims.
+        status: What was found.
+        judged: How it ran and at which sizes, in words.
+        left: Claims that are judged when the call has no fault.
+        left_out: Claims that --claims leaves out.
+    """
+
+    code: str
+    contract: Contract
+    status: ContractStatus
+    judged: dict[str, list[str]] = field(default_factory=dict)
+    left: int = 0
+    left_out: int = 0
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of the command."""
+        return exit_code([claim.verdict for claim in self.status.claims])
+
+    def record(self, like: str) -> dict[str, Any]:
+        """Return what --json prints."""
+        kind = "tool" if like in TOOLS else "kernel"
+        return {kind: self.code, **self.judged, "contract": self.status}
+
+
+def check(arguments: argparse.Namespace) -> Checked:
+    """Judge the claims of an operator, or of a tool's contract."""
+    return check_tool(arguments) if arguments.like in TOOLS else check_kernel(arguments)
+
+
+def run_folder(arguments: argparse.Namespace, folder: Path, name: str) -> int:
+    """Judge one name of every Python file in a folder, each as a task of its own."""
+    check_engine(arguments.on)
+    kernels = [f"{file}:{name}" for file in sorted(folder.resolve().glob("*.py"))]
+    if not kernels or arguments.html:
+        raise ArgumentError(
+            expected="Python files in the folder" if not kernels else "--json for a folder",
+            received=f"none in {folder}" if not kernels else f"--html {arguments.html}",
+            remedy="name a folder of kernels" if not kernels else "write --html of one kernel",
+        )
+    found: dict[str, dict[str, Any]] = {}
+    with Steps(f"{len(kernels)} kernels", len(kernels), arguments.quiet) as steps:
+        for code, record in judge_kernels(arguments, kernels):
+            found[code] = record
+            steps.done(f"{Path(code).name}: {record['words']}")
+    records = [found[code] for code in kernels]
+    codes = [record["exit_code"] for record in records]
+    if arguments.json:
+        provenance = provenance_of(arguments, [repr(records)])
+        say_json({"provenance": provenance, "kernels": records})
+    else:
+        console = make_console(132)
+        for record in records:
+            words = f"{Path(record['kernel']).name}: {record['words']}"
+            console.print(one_line(words), markup=False, highlight=False, soft_wrap=True)
+        console.print(
+            f"{folder} as {arguments.like}: of {len(codes)} kernels {codes.count(0)} kept, {codes.count(1)} broken, "
+            f"{len(codes) - codes.count(0) - codes.count(1)} could not be judged"
+        )
+    return 1 if 1 in codes else max(codes)
+
+
+def judge_kernels(
+    arguments: argparse.Namespace, kernels: list[str]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Judge kernels as tasks; one whose process dies is judged once more by itself, and then has no verdict."""
+    died = []
+    with open_engine(arguments.on, arguments.jobs) as pool:
+        tasks = {pool.submit(judge_one, arguments, code): code for code in kernels}
+        for task in as_completed(tasks):
+            try:
+                yield tasks[task], task.result()
+            except BrokenProcessPool:
+                died.append(tasks[task])
+    for code in died:
+        with open_engine(LOCAL, 1) as pool:
+            try:
+                yield code, pool.submit(judge_one, arguments, code).result()
+            except BrokenProcessPool:
+                words = "could not be judged: its process died"
+                yield code, {"kernel": code, "exit_code": 2, "words": words}
+
+
+def judge_one(arguments: argparse.Namespace, code: str) -> dict[str, Any]:
+    """Judge one kernel in a process of its own; return the record that --json prints, and the verdict in words."""
+    own = argparse.Namespace(**{**vars(arguments), "code": code, "quiet": True})
+    try:
+        found = check(own)
+    except (IsobitError, OSError) as error:
+        words = f"could not be judged: {in_one_line(error)}"
+        return {"kernel": code, "exit_code": 2, "words": words}
+    claims = found.status.claims
+    wrong = [f", {one.claim} {one.verdict}" for one in claims if one.verdict != "kept"]
+    words = f"{len(claims) - len(wrong)} of {len(claims)} claims kept{''.join(wrong)}"
+    return {**found.record(own.like), "exit_code": found.exit_code, "words": words}
+
+
+def check_kernel(arguments: argparse.Namespace) -> Checked:
+    """Judge the claims of an operator on the named function."""
     from isobit.library.any_kernel.kernel_call import only_used, sizes_in_words
     from isobit.library.any_kernel.kernel_judging import (
         LEVEL,
@@ -179,25 +320,17 @@ def run(arguments: argparse.Namespace) -> int:
         replace(record, replay=replay_of(record, device, arguments.target, folder))
         for record in records
     )
-    status = status_of(contract, arguments.code, records)
-    judgement = {"run": how.words(), "sizes": sizes_in_words(contract)}
-    provenance = provenance_of(arguments, [contract.id, repr(records)])
-    if arguments.html:
-        lines = tuple(f"{name}: {line}" for name, lines in judgement.items() for line in lines)
-        about = Section("how it was judged", lines, "about", contract.id)
-        sections = {contract.id: (about, *explain(contract, status))}
-        page = draw_contracts([status], sections, f"isobit check {arguments.code}", provenance)
-        files.write_text(arguments.html, page)
-    if arguments.json:
-        kernel = {"kernel": arguments.code, **judgement}
-        say_json({"provenance": provenance, **kernel, "contract": status})
-    else:
-        left = len(contract.claims) if first.verdict != "kept" else 0
-        show(status, arguments, judgement, left, len(whole.claims) - len(contract.claims))
-    return exit_code([record.verdict for record in records])
+    return Checked(
+        arguments.code,
+        contract,
+        status_of(contract, arguments.code, records),
+        {"run": how.words(), "sizes": sizes_in_words(contract)},
+        len(contract.claims) if first.verdict != "kept" else 0,
+        len(whole.claims) - len(contract.claims),
+    )
 
 
-def run_tool(arguments: argparse.Namespace) -> int:
+def check_tool(arguments: argparse.Namespace) -> Checked:
     """Judge a tool of post-training by the contract of its kind."""
     from isobit.contracts.language.load import load_contract
     from isobit.contracts.store.tree import library
@@ -226,15 +359,14 @@ def run_tool(arguments: argparse.Namespace) -> int:
     records = tuple(
         replace(record, replay=replay_of(record, "cpu", TARGET, folder)) for record in records
     )
-    status = status_of(contract, arguments.code, records)
     is_kept = all(record.verdict == "kept" for record in records)
-    about = {"information": [retokenised(tokenizer)]} if tokenizer and is_kept else {}
-    if arguments.json:
-        provenance = provenance_of(arguments, [contract.id, repr(records)])
-        say_json({"provenance": provenance, "tool": arguments.code, **about, "contract": status})
-    else:
-        show(status, arguments, about, 0, len(whole.claims) - len(contract.claims))
-    return exit_code([record.verdict for record in records])
+    return Checked(
+        arguments.code,
+        contract,
+        status_of(contract, arguments.code, records),
+        judged={"information": [retokenised(tokenizer)]} if tokenizer and is_kept else {},
+        left_out=len(whole.claims) - len(contract.claims),
+    )
 
 
 def of_scheme(contract: Contract, scheme: str) -> Contract:
@@ -338,15 +470,9 @@ def judged(contract: Contract, options: Options, steps: Steps) -> Iterator[Claim
         yield record
 
 
-def show(
-    status: ContractStatus,
-    arguments: argparse.Namespace,
-    judgement: dict[str, list[str]],
-    left: int,
-    left_out: int,
-) -> None:
+def show(found: Checked, arguments: argparse.Namespace) -> None:
     """Print the claims, each counter-example, how it was judged, the totals, and how many claims are left."""
-    console = make_console(132)
+    console, status = make_console(132), found.status
     console.print(claims_table([status], status.required))
     for claim in status.claims:
         if claim.verdict != "kept":
@@ -357,7 +483,7 @@ def show(
             )
             if claim.replay:
                 console.print(f"  {claim.replay}", markup=False, soft_wrap=True)
-    for name, lines in judgement.items():
+    for name, lines in found.judged.items():
         for line in lines:
             console.print(one_line(f"{name}: {line}"), markup=False, highlight=False)
     kept = sum(claim.verdict == "kept" for claim in status.claims)
@@ -369,7 +495,7 @@ def show(
         f"{sum(c.compared for c in status.claims):,} comparisons",
         markup=False,
     )
-    if left:
-        console.print(f"{left} other claims are judged when the call has no fault")
-    if left_out:
-        console.print(f"{left_out} claims are left out by --claims")
+    if found.left:
+        console.print(f"{found.left} other claims are judged when the call has no fault")
+    if found.left_out:
+        console.print(f"{found.left_out} claims are left out by --claims")

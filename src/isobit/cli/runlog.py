@@ -20,7 +20,7 @@ from isobit.foundation.files import write_text
 from isobit.foundation.plain_text import one_line
 from isobit.foundation.records import Provenance
 from isobit.guards.config_file import read_config
-from isobit.guards.run_log.curves import NAMES, RunLog
+from isobit.guards.run_log.curves import NAMES, Curve, RunLog
 from isobit.guards.run_log.page import Mark, Section, draw_run, write_run_page
 from isobit.guards.run_log.readers import read_log
 from isobit.guards.run_log.rules import Limits, LogFinding, Verdict, judge_log, schedule_in
@@ -308,7 +308,7 @@ def picture(judged: Judged, origin: Any, config: Any = None) -> str:
     wanted = {}
     if any(finding.rule == "schedule" for finding in verdict.findings):
         schedule = schedule_in(config if config is not None else log.config or {}, log.max_steps)
-        wanted["lr"] = [(step, schedule.rate(step)) for step, _ in log.curves["lr"]]
+        wanted["lr"] = Curve((step, schedule.rate(step)) for step, _ in log.curves["lr"])
     return draw_run(title, about, log.curves, marks_of(verdict.findings), origin, wanted)
 
 
@@ -339,6 +339,7 @@ def as_record(judged: Judged) -> dict[str, Any]:
         "worded": log.worded,
         "replaced": log.replaced,
         "resumed": log.resumed,
+        "resumes": log.resumes,
         "entries": {name: len(points) for name, points in log.curves.items()},
         "kept": verdict.is_kept,
         "unanswered": judged.unanswered,
@@ -380,14 +381,14 @@ def sentence(judged: Judged) -> str:
         "BROKEN" if not verdict.is_kept else f"NOT JUDGED ({unanswered})" if unanswered else "kept"
     )
     left = ", ".join(verdict.not_judged)
-    steps = [step for step, _ in log.curves["loss"]]
+    losses = log.curves["loss"]
     entries = ", ".join(f"{len(points):,} of {name}" for name, points in log.curves.items())
     counts = sum(finding.severity != "info" for finding in verdict.findings)
     every = len(verdict.judged) + len(verdict.not_judged)
     return (
         f"{judged.name} ({log.form}): {word}: {many(counts, 'finding')}; "
         f"{len(verdict.judged)} of {every} rules judged{f' (not {left})' if left else ''} over {entries}, "
-        f"steps {min(steps)}–{max(steps)}"
+        f"steps {losses[0][0]}–{losses[-1][0]}"
         + (f"; {log.skipped:,} of {log.rows:,} entries have none of these" if log.skipped else "")
         + "".join(f"; {count:,} of {name} not used" for name, count in log.unused.items())
         + (f"; {log.worded:,} numbers are null or words, and not finite" if log.worded else "")

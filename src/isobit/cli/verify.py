@@ -147,6 +147,7 @@ def run(arguments: argparse.Namespace) -> int:
         show(shown, judged, workspace, options.level, counting)
         if arguments.backend:
             show_backend(make_console(132), derived, arguments)
+    workspace.evidence.catch_up()
     verdicts = [verdict_at(status, options.level) for status in statuses]
     return exit_code([*verdicts, *["broken"] * len(counting)])
 

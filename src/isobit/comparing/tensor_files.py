@@ -39,6 +39,19 @@ class Segment:
 
 
 @dataclass(frozen=True)
+class Run:
+    """Elements of a part of a tensor, in row-major order: where they are stored, and their place in the part."""
+
+    segment: Segment
+    place: tuple[slice, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Their shape."""
+        return tuple(one.stop - one.start for one in self.place)
+
+
+@dataclass(frozen=True)
 class Stored:
     """A tensor of a checkpoint that has not been read yet.
 
@@ -48,7 +61,8 @@ class Stored:
         load: reads it.
         memory: equal for two names only if the file stores them as one tensor.
         segments: returns where its bytes are, in row-major order; None if they are not stored in that order.
-        rows: reads the rows from the first number up to the second; None if only `load` can.
+        runs: returns where the bytes of a part are: given indices of the first dimensions, the elements of the next
+            one from the first number up to the second, and all of those after it; None if only `load` can read them.
     """
 
     dtype: torch.dtype
@@ -56,7 +70,22 @@ class Stored:
     load: Callable[[], torch.Tensor]
     memory: tuple[Any, ...] = ()
     segments: Callable[[], tuple[Segment, ...] | None] = lambda: None
-    rows: Callable[[int, int], torch.Tensor] | None = None
+    runs: Callable[[tuple[int, ...], int, int], list[Run] | None] = lambda *_: None
+
+
+def cut_rows(
+    segment: Segment,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    index: tuple[int, ...],
+    count: int,
+) -> Segment:
+    """Return where `count` elements of a dimension are, from `index` on, with all of the dimensions after it."""
+    row = 0
+    for at, size in zip(index, shape, strict=False):
+        row = row * size + at
+    width = math.prod(shape[len(index) :]) * dtype.itemsize
+    return Segment(segment.path, segment.first + row * width, count * width)
 
 
 @dataclass

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from isobit.cli.arguments import long_dtype
+from isobit.cli.arguments import add_engine, at_least_one, long_dtype
 from isobit.cli.progress import Steps, add_quiet
 from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import make_console, say_json
 from isobit.errors import ArgumentError
+from isobit.foundation.engines import check_engine
 from isobit.foundation.files import write_text
 from isobit.foundation.records import Provenance
 from isobit.gates.training.picture import draw_curves
@@ -67,6 +68,10 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--keep", type=Path, metavar="FILE", help="write outcomes to it, and go on where it stopped"
     )
+    parser.add_argument(
+        "--jobs", type=at_least_one, default=1, help="processes that train layouts (default: 1)"
+    )
+    add_engine(parser)
     parser.add_argument("--picture", type=Path, metavar="SVG", help="draw how far losses differ")
     parser.add_argument(
         "--json", action="store_true", help="print a JSON record instead of a table"
@@ -81,6 +86,7 @@ def run(options: argparse.Namespace) -> int:
     from isobit.gates.training.rank_layout_gate import judge, run_jobs
     from isobit.gates.training.workload import check_layout, find_workload, layout_grid
 
+    check_engine(options.on)
     workload = find_workload(options.workload)
     layouts = (
         [read_layout(text) for text in options.layouts]
@@ -96,15 +102,12 @@ def run(options: argparse.Namespace) -> int:
         for stock in sides
         for layout in layouts
     ]
-    names = [f"{'stock' if job.stock else 'isobit'} {job.dtype} {job.layout}" for job in jobs]
-    with Steps(names[0], len(jobs), options.quiet) as steps:
+    with Steps(f"{len(jobs)} layouts", len(jobs), options.quiet) as steps:
 
         def report(job: Job) -> None:
-            steps.done(
-                names[steps.count], following="".join(names[steps.count + 1 : steps.count + 2])
-            )
+            steps.done(f"{'stock' if job.stock else 'isobit'} {job.dtype} {job.layout}")
 
-        outcomes = run_jobs(jobs, report, options.keep)
+        outcomes = run_jobs(jobs, report, options.keep, options.on, options.jobs)
     verdicts = [
         judge([o for o in outcomes if o.dtype == dtype and o.stock == stock])
         for dtype in options.dtype

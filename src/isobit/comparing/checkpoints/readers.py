@@ -22,9 +22,11 @@ import torch
 
 from isobit.comparing.tensor_files import (
     Checkpoint,
+    Run,
     Segment,
     Stored,
     add_tree,
+    cut_rows,
     load_safely,
     open_regular,
     read_safetensors,
@@ -220,23 +222,22 @@ def stored_chunks(
         order = sorted(range(len(spans)), key=lambda at: spans[at][0])
         return tuple(found[at] for at in order if math.prod(spans[at][1]))
 
-    def rows(start: int, stop: int) -> torch.Tensor:
-        where = located()
+    def runs(lead: tuple[int, ...], start: int, stop: int) -> list[Run] | None:
+        where, axis = located(), len(lead)
         if where is None:
-            return load()[start:stop]
-        part = torch.empty((stop - start, *shape[1:]), dtype=dtype)
+            return None
+        found = []
         for (offsets, sizes), segment in zip(spans, where, strict=True):
-            first, last = max(start, offsets[0]), min(stop, offsets[0] + sizes[0])
-            if first >= last or not math.prod(sizes):
+            first, last = max(start, offsets[axis]), min(stop, offsets[axis] + sizes[axis])
+            inside = [at - o for at, o in zip(lead, offsets, strict=False)]
+            is_in = all(0 <= at < n for at, n in zip(inside, sizes, strict=False))
+            if first >= last or not is_in or not math.prod(sizes):
                 continue
-            width = segment.length // sizes[0]
-            begin = segment.first + (first - offsets[0]) * width
-            data = read_segment(Segment(segment.path, begin, (last - first) * width))
-            chunk = torch.frombuffer(data, dtype=torch.uint8).view(dtype)
-            rest = tuple(slice(o, o + n) for o, n in zip(offsets[1:], sizes[1:], strict=True))
-            where_to = (slice(first - start, last - start), *rest)
-            part[where_to] = chunk.reshape(-1, *sizes[1:])
-        return part
+            rest = [slice(o, o + n) for o, n in zip(offsets, sizes, strict=True)][axis + 1 :]
+            place = (slice(first - start, last - start), *rest)
+            index = (*inside, first - offsets[axis])
+            found.append(Run(cut_rows(segment, dtype, sizes, index, last - first), place))
+        return found
 
     def load() -> torch.Tensor:
         data = [read_place(folder, name, places.get(offsets)) for offsets, _ in spans]
@@ -254,7 +255,7 @@ def stored_chunks(
             whole[slices] = chunk
         return whole
 
-    return Stored(dtype, shape, load, segments=segments, rows=rows if shape else None)
+    return Stored(dtype, shape, load, segments=segments, runs=runs)
 
 
 def locate_chunk(
@@ -287,17 +288,19 @@ def locate_chunk(
     return Segment(path, offset + first, size)
 
 
-def read_segment(segment: Segment) -> bytearray:
-    """Return the bytes of a segment."""
+def read_segment(segment: Segment, into: bytearray | None = None) -> bytearray:
+    """Read the bytes of a segment, into the beginning of a buffer if one is given."""
+    data = bytearray(segment.length) if into is None else into
+    part = memoryview(data)[: segment.length]
     if isinstance(segment.path, Address):
-        data = bytearray(segment.path.read(segment.first, segment.first + segment.length))
-        count = len(data)
+        found = segment.path.read(segment.first, segment.first + segment.length)
+        count = len(found)
+        part[:count] = found
     else:
-        data = bytearray(segment.length)
         file, _ = open_regular(segment.path)
         with file:
             file.seek(segment.first)
-            count = file.readinto(data)  # type: ignore[attr-defined]
+            count = file.readinto(part)  # type: ignore[attr-defined]
     if count != segment.length:
         raise unreadable(segment.path, f"{segment.length:,} bytes", "a file that has shrunk")
     return data

@@ -3,9 +3,12 @@
 [Note: memory of a comparison]
 Two tensors are compared UNIT bytes at a time: units of this size are still in the processor's cache when they are
 compared after they were read. A stream returns the address of its next bytes: of a buffer into which it reads a file,
-of the memory that a file of torch.save is mapped to, or of a block of rows that was put together from shards. So a
-thread has at most two units, two blocks of BLOCK bytes (or one row, if a row is larger) and no whole tensor; pages of a
-mapped file belong to the system, which may drop them. Storage at an address is read in pieces of BLOCK bytes.
+of the memory that a file of torch.save is mapped to, or of a block that was put together from shards. A block has rows,
+or if a row is larger than BLOCK bytes, rows of a row; it is read through a unit, or one row of a shard if that is
+larger. So a thread has at most two units, two blocks of BLOCK bytes with what they are read through, and no whole
+tensor; pages of a mapped file belong to the system, which may drop them. Buffers are allocated once, since memory that
+is freed and allocated again may stay with the process. Storage at an address is read in pieces of BLOCK bytes. Shards
+that are stored in another order than that of rows, and those of bool, are loaded whole.
 """
 
 from __future__ import annotations
@@ -20,11 +23,29 @@ from typing import BinaryIO, Protocol
 import torch
 
 from isobit.comparing.checkpoints.names import Piece, Side
-from isobit.comparing.tensor_files import Checkpoint, Segment, Stored, open_regular, unreadable
+from isobit.comparing.checkpoints.readers import read_segment
+from isobit.comparing.tensor_files import (
+    Checkpoint,
+    Run,
+    Segment,
+    Stored,
+    cut_rows,
+    open_regular,
+    unreadable,
+)
 from isobit.foundation.addresses import Address
 
 UNIT = 1 << 18  # bytes that are compared at a time; a multiple of every element size
 BLOCK = 1 << 23  # bytes of rows that are put together, or fetched, at a time
+
+# Elements are moved as bits: a dtype by the size of an element.
+BITS = dict(
+    zip(
+        (1, 2, 4, 8, 16),
+        (torch.uint8, torch.int16, torch.int32, torch.int64, torch.complex128),
+        strict=True,
+    )
+)
 
 _memcmp = ctypes.CDLL(None).memcmp
 _memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
@@ -128,59 +149,118 @@ class MemoryStream:
         """Do nothing."""
 
 
-class RowStream:
-    """Bytes of rows that are put together from pieces, a block of rows at a time."""
+class BlockStream:
+    """Bytes that are put together from pieces, a block at a time."""
 
     def __init__(self, pieces: list[tuple[Stored, Piece]], dim: int, shape: torch.Size) -> None:
         """Put pieces together along `dim`; `shape` is that of the result, with at least one dimension."""
         self.pieces, self.dim, self.shape = pieces, dim, shape
-        self.width = max(1, math.prod(shape[1:]) * pieces[0][0].dtype.itemsize)
-        self.height = max(1, BLOCK // self.width)
+        size = pieces[0][0].dtype.itemsize
+        # The dimension that is cut: the first whose elements are not larger than a block.
+        widths = [math.prod(shape[axis + 1 :]) * size for axis in range(len(shape))]
+        self.axis = next(axis for axis, width in enumerate(widths) if width <= max(BLOCK, size))
+        self.width = widths[self.axis]
+        self.height = min(max(1, BLOCK // self.width), shape[self.axis])
+        self.block = torch.empty((self.height, *shape[self.axis + 1 :]), dtype=BITS[size])
+        self.first = self.last = 0  # bytes of the result that are in the block
+        self.through = bytearray(UNIT)
         self.loaded: dict[int, torch.Tensor] = {}
-        self.block, self.first, self.last = torch.empty(0), 0, 0
 
     def at(self, position: int, wanted: int) -> tuple[int, int]:
         """Return the address in the block; put the next block together if the bytes are not in it."""
         if not self.first <= position < self.last:
-            row = position // self.width
-            stop = min(row + self.height, self.shape[0])
-            self.block = torch.empty(0)  # freed before the next is read
-            self.block = plain(self.rows(row, stop)).contiguous()
-            self.first, self.last = row * self.width, stop * self.width
+            rows = self.shape[self.axis]
+            before, row = left, _ = divmod(position // self.width, rows)
+            stop = min(row + self.height, rows)
+            lead: tuple[int, ...] = ()
+            for size in reversed(self.shape[: self.axis]):
+                left, index = divmod(left, size)
+                lead = (index, *lead)
+            self.fill(lead, row, stop)
+            self.first = (before * rows + row) * self.width
+            self.last = (before * rows + stop) * self.width
         return self.block.data_ptr() + position - self.first, min(wanted, self.last - position)
 
-    def rows(self, start: int, stop: int) -> torch.Tensor:
-        """Return rows of the result."""
-        if self.dim:
-            return join([self.piece(at, start, stop) for at in range(len(self.pieces))], self.dim)
-        found, begin = [], 0
+    def fill(self, lead: tuple[int, ...], start: int, stop: int) -> None:
+        """Put a block together: at indices of the first dimensions, elements of the one that is cut."""
+        block, begin = self.block[: stop - start], 0
         for at, (stored, piece) in enumerate(self.pieces):
-            end = begin + height_of(stored, piece)
-            if max(start, begin) < min(stop, end):
-                found.append(self.piece(at, max(start, begin) - begin, min(stop, end) - begin))
-            else:
-                self.loaded.pop(at, None)  # what could only be loaded whole is not needed any more
+            end = begin + size_of(stored, piece, self.dim)
+            if self.dim > self.axis:
+                part = block.narrow(self.dim - self.axis, begin, end - begin)
+                self.copy(at, lead, start, stop, part)
+            elif self.dim == self.axis and max(start, begin) < min(stop, end):
+                first, last = max(start, begin), min(stop, end)
+                self.copy(
+                    at, lead, first - begin, last - begin, block[first - start : last - start]
+                )
+            elif self.dim < self.axis and begin <= lead[self.dim] < end:
+                inside = (*lead[: self.dim], lead[self.dim] - begin, *lead[self.dim + 1 :])
+                self.copy(at, inside, start, stop, block)
+            elif self.dim == 0:
+                self.loaded.pop(at, None)  # what could only be loaded whole is not needed again
             begin = end
-        return join(found, 0)
 
-    def piece(self, at: int, start: int, stop: int) -> torch.Tensor:
-        """Return rows of one piece."""
+    def copy(
+        self, at: int, lead: tuple[int, ...], start: int, stop: int, out: torch.Tensor
+    ) -> None:
+        """Copy a part of one piece into a part of the block."""
         stored, piece = self.pieces[at]
-        if piece.start is not None and piece.dim == 0:
-            start, stop = start + piece.start, stop + piece.start
-        if stored.rows is not None:
-            found = stored.rows(start, stop)
-        else:
+        begin, cut = piece.start or 0, piece.dim - self.axis
+        if cut == 0:
+            start, stop = start + begin, stop + begin
+        elif cut < 0:
+            lead = (*lead[: piece.dim], lead[piece.dim] + begin, *lead[piece.dim + 1 :])
+        runs = None if at in self.loaded else runs_of(stored, lead, start, stop)
+        if runs is None:
             if at not in self.loaded:
                 self.loaded[at] = stored.load()
-            found = self.loaded[at][start:stop]
-        if piece.start is not None and piece.stop is not None and piece.dim:
-            found = found.narrow(piece.dim, piece.start, piece.stop - piece.start)
-        return found
+            found = plain(self.loaded[at][lead][start:stop])
+            found = found if cut <= 0 else found.narrow(cut, begin, out.shape[cut])
+            out.copy_(found.view(out.dtype))
+            return
+        for run in runs:
+            take, place = [slice(None)] * len(run.place), list(run.place)
+            if cut > 0:
+                first = max(run.place[cut].start, begin)
+                last = min(run.place[cut].stop, begin + out.shape[cut])
+                if first >= last:
+                    continue
+                take[cut] = slice(first - run.place[cut].start, last - run.place[cut].start)
+                place[cut] = slice(first - begin, last - begin)
+            self.copy_run(run, tuple(take), out[tuple(place)])
+
+    def copy_run(self, run: Run, take: tuple[slice, ...], out: torch.Tensor) -> None:
+        """Copy what `take` selects of a run, as many rows at a time as a unit has."""
+        rows, *rest = run.shape
+        width = run.segment.length // rows
+        is_remote = isinstance(run.segment.path, Address)
+        height = rows if is_remote else max(1, UNIT // width)
+        if len(self.through) < height * width:
+            self.through = bytearray(height * width)
+        for row in range(0, rows, height):
+            count = min(height, rows - row)
+            first = run.segment.first + row * width
+            read_segment(Segment(run.segment.path, first, count * width), self.through)
+            found = torch.frombuffer(self.through, dtype=torch.uint8, count=count * width)
+            found = found.view(out.dtype).reshape(count, *rest)
+            out[row : row + count].copy_(found[take])
 
     def close(self) -> None:
         """Free what was loaded."""
         self.loaded.clear()
+
+
+def runs_of(stored: Stored, lead: tuple[int, ...], start: int, stop: int) -> list[Run] | None:
+    """Return where a part of a tensor is stored, also of one whose bytes are all in row-major order."""
+    found = stored.runs(lead, start, stop)
+    segments = None if found is not None or stored.dtype is torch.bool else stored.segments()
+    if segments is None or len(segments) != 1:
+        return found
+    count, rest = stop - start, stored.shape[len(lead) + 1 :]
+    segment = cut_rows(segments[0], stored.dtype, stored.shape, (*lead, start), count)
+    place = tuple(slice(0, n) for n in (count, *rest))
+    return [Run(segment, place)] if segment.length else []
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -188,16 +268,11 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg()
 
 
-def join(tensors: list[torch.Tensor], dim: int) -> torch.Tensor:
-    """Put tensors together along a dimension."""
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
-
-
-def height_of(stored: Stored, piece: Piece) -> int:
-    """Return how many rows a piece has."""
-    if piece.start is not None and piece.stop is not None and piece.dim == 0:
+def size_of(stored: Stored, piece: Piece, dim: int) -> int:
+    """Return the size of a piece in a dimension."""
+    if piece.start is not None and piece.stop is not None and piece.dim == dim:
         return piece.stop - piece.start
-    return stored.shape[0]
+    return stored.shape[dim]
 
 
 def open_side(checkpoint: Checkpoint, side: Side) -> tuple[torch.dtype, torch.Size, Stream]:
@@ -214,7 +289,7 @@ def open_side(checkpoint: Checkpoint, side: Side) -> tuple[torch.dtype, torch.Si
         remote = any(isinstance(one.path, Address) for one in found)
         return dtype, shape, (AddressStream if remote else FileStream)(found)
     stored, piece = pieces[0]
-    if not shape or (len(pieces) == 1 and stored.rows is None):
+    if not shape or (len(pieces) == 1 and runs_of(stored, (), 0, 0) is None):
         tensor = stored.load()
         if piece.start is not None and piece.stop is not None:
             tensor = tensor.narrow(piece.dim, piece.start, piece.stop - piece.start)
@@ -222,7 +297,7 @@ def open_side(checkpoint: Checkpoint, side: Side) -> tuple[torch.dtype, torch.Si
             return dtype, shape, MemoryStream(tensor.detach())
         if not shape:
             return dtype, shape, MemoryStream(plain(tensor).contiguous())
-    return dtype, shape, RowStream(pieces, side.dim, shape)
+    return dtype, shape, BlockStream(pieces, side.dim, shape)
 
 
 def shape_of(checkpoint: Checkpoint, side: Side, pieces: list[tuple[Stored, Piece]]) -> torch.Size:

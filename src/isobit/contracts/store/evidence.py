@@ -345,6 +345,7 @@ class Evidence:
         self.signer: Ed25519PrivateKey | None = None
         self.refused: dict[str, str] = {}  # file -> why it does not count
         self.store: Store | None = None
+        self.is_behind = False  # whether the store did not answer, and lacks evidence of this run
         self._names: dict[str, list[str]] | None = None
         self._hashes: dict[str, str] = {}
 
@@ -366,13 +367,30 @@ class Evidence:
         if self.signer is not None:
             signed = folder / file_name(path.name, self.signer.public_key())
             files.write_text(signed, sign(self.signer, digest, last) + "\n")
-            if self.store is not None:
-                self.store.write(f"{folder.name}/{signed.name}", signed.read_bytes())
-        if self.store is not None:
-            self.store.write(f"{folder.name}/{path.name}", path.read_bytes())
+            self._put(signed)
+        self._put(path)
         self._names = None
         self._hashes.clear()
         return path
+
+    def _put(self, path: Path) -> None:
+        """Put a file into the store, if there is one. If it does not answer, the run goes on; see `catch_up`."""
+        if self.store is None or self.is_behind:
+            return
+        try:
+            self.store.write(f"{path.parent.name}/{path.name}", path.read_bytes())
+        except ArgumentError:
+            self.is_behind = True
+
+    def catch_up(self) -> None:
+        """Put what the store lacks because it did not answer.
+
+        Raises:
+            ArgumentError: If it still does not answer; the evidence is in the local folder.
+        """
+        if self.store is not None and self.is_behind:
+            push(self.store, self.folder)
+            self.is_behind = False
 
     def names(self) -> dict[str, list[str]]:
         """Return files by the digest in their name, without opening them."""

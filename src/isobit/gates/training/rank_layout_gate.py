@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import as_completed
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -11,6 +12,8 @@ from pathlib import Path
 import torch
 from blake3 import blake3
 
+from isobit.errors import UnsupportedError
+from isobit.foundation.engines import LOCAL, open_engine
 from isobit.foundation.files import write_text
 from isobit.gates.training.launcher import Job, run_job
 from isobit.gates.training.training_curve import Curve
@@ -94,39 +97,71 @@ def judge(outcomes: Sequence[Outcome]) -> RankLayoutVerdict:
 
 
 def run_jobs(
-    jobs: Iterable[Job],
+    jobs: Sequence[Job],
     progress: Callable[[Job], None] = lambda job: None,
     keep: Path | None = None,
+    on: str = LOCAL,
+    processes: int = 1,
 ) -> list[Outcome]:
-    """Run jobs one after another.
+    """Run jobs, one after another or as tasks of an engine; return their outcomes in the order of the jobs.
 
     Args:
         jobs: The layouts to train.
         progress: Called with each job when it is done.
         keep: A file that stores one outcome per line; outcomes of the same code are not run again.
+        on: The engine; see `isobit.foundation.engines`.
+        processes: Number of local processes; with 1, jobs run in this one.
+
+    Raises:
+        UnsupportedError: If a worker has other code, another torch or another bf16 engine than this process.
     """
     known = read_outcomes(keep) if keep is not None else {}
-    found = []
-    for job in jobs:
-        key = (job.layout, job.workload, job.dtype, job.stock, job.transport)
-        outcome = known.get(key)
-        if outcome is None:
-            curve, seconds = run_job(job)
-            outcome = Outcome(job.layout, job.dtype, job.stock, job.transport, curve, seconds)
-            if keep is not None:
-                with keep.open("a") as file:
-                    file.write(
-                        json.dumps(
-                            {"code": code_digest(), "workload": job.workload, **asdict(outcome)}
-                        )
-                        + "\n"
-                    )
-        found.append(outcome)
+    for job in (job for job in jobs if key_of(job) in known):
         progress(job)
-    return found
+    missing = [job for job in jobs if key_of(job) not in known]
+    for job, curve, seconds in run_missing(missing, on, processes):
+        outcome = Outcome(job.layout, job.dtype, job.stock, job.transport, curve, seconds)
+        known[key_of(job)] = outcome
+        if keep is not None:
+            record = {"code": code_digest(), "workload": job.workload, **asdict(outcome)}
+            with keep.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+        progress(job)
+    return [known[key_of(job)] for job in jobs]
 
 
-def read_outcomes(path: Path) -> dict[tuple[RankLayout, str, str, bool, str], Outcome]:
+Key = tuple[RankLayout, str, str, bool, str]
+
+
+def key_of(job: Job) -> Key:
+    """Return what tells the outcome of a job from others."""
+    return job.layout, job.workload, job.dtype, job.stock, job.transport
+
+
+def run_missing(jobs: Sequence[Job], on: str, processes: int) -> Iterator[tuple[Job, Curve, float]]:
+    """Run jobs and yield curve and seconds of each as it ends."""
+    if on == LOCAL and processes == 1:
+        yield from ((job, *run_job(job)) for job in jobs)
+        return
+    with open_engine(on, processes) as pool:
+        tasks = {pool.submit(run_with_digest, job): job for job in jobs}
+        for task in as_completed(tasks):
+            (curve, seconds), code = task.result()
+            if code != code_digest():
+                raise UnsupportedError(
+                    expected="workers with the files, the torch and the bf16 engine of this process",
+                    received=f"a worker with others ran {tasks[task].layout}",
+                    remedy="install one version of isobit and torch on machines of one kind",
+                )
+            yield tasks[task], curve, seconds
+
+
+def run_with_digest(job: Job) -> tuple[tuple[Curve, float], str]:
+    """Run a job in a worker; return also the digest of the code that ran it."""
+    return run_job(job), code_digest()
+
+
+def read_outcomes(path: Path) -> dict[Key, Outcome]:
     """Read the outcomes that `run_jobs` of the same code stored.
 
     An incomplete last line, left by a run that was killed, is removed from the file.

@@ -1,17 +1,28 @@
-"""The curves of a run's log, and how entries become curves: names, numbers, steps that were logged again."""
+"""The curves of a run's log, and how entries become curves: names, numbers, steps that were logged again.
+
+[Note: memory of a log]
+Of a curve HELD points are in memory, and the others in a temporary file of 16 bytes per point, which is smaller than
+the log itself. Rules read curves from their first point to their last, some of them several times, and remember numbers
+and no points. What a log can have any number of is counted, and the first of them are remembered: steps that a finding
+names (STEPS_KEPT), places where steps go back, findings of `watch` (REPORTED_KEPT). So the memory that a log needs does
+not depend on its length. The rule of missing steps counts intervals, and judges no log that has too many kinds of them.
+"""
 
 from __future__ import annotations
 
 import math
-import operator
+import os
+import tempfile
+import weakref
 from array import array
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, overload
 
 from blake3 import blake3
 
@@ -54,12 +65,112 @@ WORDS = {
     "-inf": -math.inf,
     "-infinity": -math.inf,
 }
+SEVERITIES = ("error", "warning", "info")
+RULES_KEPT = 1000  # rules of findings of `watch`
 KEYS_KEPT = 1000  # sets of keys for which the places of step and curves are remembered
 OTHERS_KEPT = 200  # other keys that are remembered, to name those that may be meant
 SHOWN = 8  # names of columns in a message
 LARGEST_STEP = 2**63
 MEAN_WINDOW = 100  # steps of the exponential mean
+RATES_KEPT = 1000  # rates of the exponential mean, by the steps between two points
+HELD = 1 << 14  # points of a curve in memory
+STEPS_KEPT = 10_000  # steps of one finding, and places where steps go back
+REPORTED_KEPT = 10_000  # steps of the findings of `watch`, of all rules together
 Point = tuple[int, float]
+
+
+class Curve(Sequence[Point]):
+    """Points (step, value) in the order of a log; see [Note: memory of a log].
+
+    Example:
+        >>> curve = Curve([(0, 2.0), (1, 1.5)])
+        >>> curve.append(2, 1.25)
+        >>> len(curve), curve[-1]
+        (3, (2, 1.25))
+    """
+
+    def __init__(self, points: Iterable[Point] = ()) -> None:
+        self.steps, self.values = array("q"), array("d")  # the last points
+        self.block = HELD  # points that are stored together: their steps, then their values
+        self.stored = 0  # points in the file
+        self.file: IO[bytes] | None = None
+        for step, value in points:
+            self.append(step, value)
+
+    def append(self, step: int, value: float) -> None:
+        """Add a point."""
+        if len(self.steps) == self.block:
+            self.store()
+        self.steps.append(step)
+        self.values.append(value)
+
+    def store(self) -> None:
+        """Move what is in memory to the file."""
+        if self.file is None:
+            self.file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
+            weakref.finalize(self, self.file.close)
+        data = memoryview(self.steps.tobytes() + self.values.tobytes())
+        at = 16 * self.stored
+        while data:
+            count = os.pwrite(self.file.fileno(), data, at)
+            data, at = data[count:], at + count
+        self.stored += len(self.steps)
+        self.steps, self.values = array("q"), array("d")
+
+    def block_at(self, start: int) -> tuple[array[int], array[float]]:
+        """Read the block that begins with the point `start`."""
+        assert self.file is not None
+        data = os.pread(self.file.fileno(), 16 * self.block, 16 * start)
+        if len(data) != 16 * self.block:
+            raise OSError("a temporary file has been cut short")
+        steps, values = array("q"), array("d")
+        steps.frombytes(data[: 8 * self.block])
+        values.frombytes(data[8 * self.block :])
+        return steps, values
+
+    def blocks(self) -> Iterator[tuple[array[int], array[float]]]:
+        """Yield steps and values, as many at a time as are held in memory."""
+        for start in range(0, self.stored, self.block):
+            yield self.block_at(start)
+        yield self.steps, self.values
+
+    def keep_below(self, step: int) -> None:
+        """Remove the points from a step on; steps have to rise."""
+        while self.stored and not (len(self.steps) and self.steps[0] < step):
+            self.stored -= self.block
+            self.steps, self.values = self.block_at(self.stored)
+        at = bisect_left(self.steps, step)
+        del self.steps[at:], self.values[at:]
+
+    def __len__(self) -> int:
+        return self.stored + len(self.steps)
+
+    def __iter__(self) -> Iterator[Point]:
+        for steps, values in self.blocks():
+            yield from zip(steps, values, strict=True)
+
+    @overload
+    def __getitem__(self, at: int) -> Point: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Point]: ...
+    def __getitem__(self, at: int | slice) -> Point | Sequence[Point]:
+        if isinstance(at, slice):
+            return [self[place] for place in range(*at.indices(len(self)))]
+        place = range(len(self))[at]
+        if place >= self.stored:
+            return self.steps[place - self.stored], self.values[place - self.stored]
+        assert self.file is not None
+        start = 16 * (place - place % self.block) + 8 * (place % self.block)
+        found = (os.pread(self.file.fileno(), 8, start + gap) for gap in (0, 8 * self.block))
+        return array("q", next(found))[0], array("d", next(found))[0]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sequence):
+            return NotImplemented
+        return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
+
+    def __repr__(self) -> str:
+        return f"Curve of {len(self):,} points"
 
 
 @dataclass(frozen=True)
@@ -69,13 +180,15 @@ class RunLog:
     Attributes:
         path: The file or folder.
         form: "jsonl", "csv", "events", "trainer_state", "tensorboard" or "mlflow".
-        curves: Points (step, value) in the order of the log, by "loss", "grad_norm" and "lr". Of steps that were logged
-            again after a resume, the later entries.
+        curves: Points (step, value) in the order of the log, by "loss", "grad_norm" and "lr"; steps rise. Of steps
+            that were logged again after a resume, the later entries.
         rows: Entries that were read.
         skipped: Entries that are not readable, or have none of the curves.
         numbered: Whether entries have a step; else they are counted.
-        reported: Findings of `watch` that the log has: (step, rule, message, severity).
-        resumed: Where the steps of the loss go back: the last step before, and the step that follows it.
+        reported: Findings of `watch` that the log has, by rule.
+        resumed: Where the steps of the loss go back: the last step before, and the step that follows it; the first of
+            these places.
+        resumes: How many such places there are.
         replaced: Entries of all curves that were logged again, and are not judged.
         worded: Numbers that were written as null or as a word such as NaN; they count as not finite.
         unreadable: Entries before the end that cannot be read, or whose step, loss, norm or rate is no number.
@@ -89,12 +202,13 @@ class RunLog:
 
     path: str
     form: str
-    curves: Mapping[str, tuple[Point, ...]]
+    curves: Mapping[str, Curve]
     rows: int
     skipped: int
     numbered: bool
-    reported: tuple[tuple[int, str, str, str], ...] = ()
+    reported: Mapping[str, Reported] = field(default_factory=dict)
     resumed: tuple[tuple[int, int], ...] = ()
+    resumes: int = 0
     replaced: int = 0
     worded: int = 0
     unreadable: int = 0
@@ -106,25 +220,42 @@ class RunLog:
     norm_like: tuple[str, ...] = ()
 
     @cached_property
-    def finite(self) -> Mapping[str, Sequence[Point]]:
+    def finite(self) -> Mapping[str, Curve]:
         """The points whose value is finite, by curve."""
-        return {
-            name: [point for point in points if math.isfinite(point[1])]
-            for name, points in self.curves.items()
-        }
+        return {name: finite_points(curve) for name, curve in self.curves.items()}
 
     @cached_property
-    def mean_loss(self) -> Sequence[Point]:
+    def mean_loss(self) -> Curve:
         """The exponential mean of the losses that are finite."""
         return exponential_mean(self.finite["loss"])
 
     def digest(self) -> str:
         """Return a digest of everything that is judged."""
         total = blake3(repr(replace(self, curves={})).encode(errors="backslashreplace"))
-        for name, points in self.curves.items():
+        for name, curve in self.curves.items():
             total.update(name.encode())
-            total.update(array("d", chain.from_iterable(points)).tobytes())
+            for block in curve.blocks():
+                total.update(array("d", chain.from_iterable(zip(*block, strict=True))).tobytes())
         return total.hexdigest()
+
+
+@dataclass
+class Reported:
+    """What `watch` reported of one rule.
+
+    Attributes:
+        step: The first step.
+        message: Of that step.
+        severity: The worst of all.
+        steps: Different steps, the first of them.
+        count: How many steps there are; those that are not remembered count each time.
+    """
+
+    step: int
+    message: str
+    severity: str
+    steps: dict[int, None] = field(default_factory=dict)
+    count: int = 0
 
 
 @dataclass
@@ -137,9 +268,7 @@ class Rows:
 
     columns: Mapping[str, str] = field(default_factory=dict)
 
-    points: defaultdict[str, list[Point]] = field(
-        default_factory=lambda: defaultdict(list)
-    )  # by name
+    points: defaultdict[str, Curve] = field(default_factory=lambda: defaultdict(Curve))  # by name
     rows: int = 0
     skipped: int = 0
     worded: int = 0
@@ -149,7 +278,8 @@ class Rows:
     last_step: int = 0
     numbered: bool = True
     has_events: bool = False  # of `watch`
-    reported: list[tuple[int, str, str, str]] = field(default_factory=list)
+    reported: dict[str, Reported] = field(default_factory=dict)
+    reported_steps: int = 0  # of all rules
     places: dict[tuple[str, ...], tuple[list[str], list[str]]] = field(default_factory=dict)
     others: dict[str, None] = field(
         default_factory=dict
@@ -192,15 +322,8 @@ class Rows:
         kind = entry.get("kind")
         if kind == "finding":  # of `watch`
             module, message = (str(entry.get(key, "")) for key in ("module", "message"))
-            severity = entry.get("severity")
-            self.reported.append(
-                (
-                    step,
-                    str(entry.get("name")),
-                    f"{module}: {message}" if module else message,
-                    severity if severity in ("info", "warning") else "error",
-                )
-            )
+            message = f"{module}: {message}" if module else message
+            self.add_finding(step, str(entry.get("name")), message, entry.get("severity"))
             return
         if kind == "metric":
             self.has_events = True
@@ -217,7 +340,7 @@ class Rows:
         for name in names:
             value = entry[name]
             if type(value) is float:
-                self.points[name].append((step, value))
+                self.points[name].append(step, value)
             elif not self.add_word(name, step, value):
                 is_read = False
         if not is_read:
@@ -230,8 +353,23 @@ class Rows:
         if number is None:
             return False
         self.worded += not isinstance(value, int) and not math.isfinite(number)
-        self.points[name].append((step, number))
+        self.points[name].append(step, number)
         return True
+
+    def add_finding(self, step: int, rule: str, message: str, severity: Any) -> None:
+        """Take what `watch` reported; of too many rules, the last ones are one."""
+        if severity not in SEVERITIES:
+            severity = "error"
+        if len(self.reported) >= RULES_KEPT and rule not in self.reported:
+            rule = "others"
+        found = self.reported.setdefault(rule, Reported(step, message, severity))
+        found.severity = min(found.severity, severity, key=SEVERITIES.index)
+        if step in found.steps:
+            return
+        found.count += 1
+        if self.reported_steps < REPORTED_KEPT:
+            found.steps[step] = None
+            self.reported_steps += 1
 
     def find_places(self, keys: tuple[str, ...]) -> tuple[list[str], list[str]]:
         """Return which keys of an entry have its step and its curves; entries of one log have few sets of keys."""
@@ -300,13 +438,13 @@ class Rows:
         return RunLog(
             str(path),
             form,
-            {curve: kept for curve, (kept, _) in settled_ones.items()},
+            {curve: kept for curve, (kept, *_) in settled_ones.items()},
             self.rows,
             self.skipped,
             self.numbered,
-            tuple(self.reported),
-            settled_ones["loss"][1],
-            sum(len(found[curve]) - len(kept) for curve, (kept, _) in settled_ones.items()),
+            self.reported,
+            *settled_ones["loss"][1:],
+            sum(len(found[curve]) - len(kept) for curve, (kept, *_) in settled_ones.items()),
             self.worded,
             self.unreadable,
             self.unread_after,
@@ -322,9 +460,16 @@ class Rows:
         return tuple(key for key, low in words if "grad" in low and "norm" in low)[:SHOWN]
 
 
-def exponential_mean(points: Sequence[Point], window: int = MEAN_WINDOW) -> list[Point]:
+def finite_points(curve: Curve) -> Curve:
+    """Return the points whose value is finite: the curve itself, if all are."""
+    if all(all(map(math.isfinite, values)) for _, values in curve.blocks()):
+        return curve
+    return Curve(point for point in curve if math.isfinite(point[1]))
+
+
+def exponential_mean(points: Sequence[Point], window: int = MEAN_WINDOW) -> Curve:
     """Return the exponential mean over a window of steps; a log of every tenth step weighs a point ten times."""
-    out: list[Point] = []
+    out = Curve()
     mean, before = 0.0, points[0][0] - 1 if points else 0
     rates: dict[int, float] = {}  # by the steps between two points
     for count, (step, value) in enumerate(points, 1):
@@ -332,35 +477,45 @@ def exponential_mean(points: Sequence[Point], window: int = MEAN_WINDOW) -> list
         before = step
         rate = rates.get(gap)
         if rate is None:
-            rate = rates[gap] = 1 - (1 - 2 / (window + 1)) ** max(gap, 1)
+            rate = 1 - (1 - 2 / (window + 1)) ** max(gap, 1)
+            if len(rates) < RATES_KEPT:
+                rates[gap] = rate
         least = 1 / count
         mean += (rate if rate > least else least) * (value - mean)
-        out.append((step, mean))
+        out.append(step, mean)
     return out
 
 
-def settled(
-    points: Sequence[Point], several: bool
-) -> tuple[tuple[Point, ...], tuple[tuple[int, int], ...]]:
-    """Return the points that a resumed run did not log again, and where steps go back.
+def settled(curve: Curve, several: bool) -> tuple[Curve, tuple[tuple[int, int], ...], int]:
+    """Return the points that a resumed run did not log again, where steps go back, and in how many places.
 
     Args:
-        points: In the order of the log.
+        curve: In the order of the log.
         several: Whether a step may have several entries: `watch` logs micro-batches one by one.
     """
-    rises = operator.le if several else operator.lt
-    steps = [step for step, _ in points]
-    if all(map(rises, steps, islice(steps, 1, None))):
-        return tuple(points), ()
-    kept: list[Point] = []
-    backs: list[tuple[int, int]] = []
-    for point in points:
-        if kept and not rises(kept[-1][0], point[0]):
-            backs.append((kept[-1][0], point[0]))
-            while kept and kept[-1][0] >= point[0]:
-                kept.pop()
-        kept.append(point)
-    return tuple(kept), tuple(backs)
+    if rises(curve, several):
+        return curve, (), 0
+    kept, backs, count, last = Curve(), list[tuple[int, int]](), 0, -LARGEST_STEP
+    for step, value in curve:
+        if step < last or (step == last and not several):
+            count += 1
+            if len(backs) < STEPS_KEPT:
+                backs.append((last, step))
+            kept.keep_below(step)
+        kept.append(step, value)
+        last = step
+    return kept, tuple(backs), count
+
+
+def rises(curve: Curve, several: bool) -> bool:
+    """Return whether steps never go back, nor stay unless a step may have `several` entries."""
+    last = -LARGEST_STEP
+    for steps, _ in curve.blocks():
+        for step in steps:
+            if step < last or (step == last and not several):
+                return False
+            last = step
+    return True
 
 
 def number_of(value: Any, missing: float | None = None) -> float | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
+from operator import itemgetter
 from textwrap import wrap
 from typing import Any
 
@@ -39,7 +40,7 @@ def draw_run(
     Args:
         title: The first line.
         about: The next lines: what was judged.
-        curves: Points (step, value) by name; those that are not finite are drawn at the upper edge.
+        curves: Points (step, value) by name, whose steps rise; those that are not finite are drawn at the upper edge.
         marks: Findings, in the order of their numbers.
         origin: Where the picture comes from.
         wanted: What a curve should be, drawn next to it in orange.
@@ -51,8 +52,8 @@ def draw_run(
     for row, line in enumerate(lines):
         canvas.text(LEFT, 38 + 14 * row, line, "quiet")
     top = TOP + 14 * max(len(lines) - 1, 0)
-    steps = [step for points in curves.values() for step, _ in points]
-    low, high = min(steps, default=0), max(steps, default=1)
+    ends = [point[0] for points in curves.values() if points for point in (points[0], points[-1])]
+    low, high = min(ends, default=0), max(ends, default=1)
     span = max(high - low, 1)
 
     def across(step: int) -> float:
@@ -104,11 +105,12 @@ def draw_panel(
 ) -> Canvas:
     """Draw one curve in its frame, with lines at round values, and behind it what it should be."""
     canvas = Canvas()
-    beside = f"; orange: {whose}" if wanted else ""
-    canvas.text(0, -8, f"{name} — {len(points):,} entries{beside}", "quiet")
+    legend = f"; orange: {whose}" if wanted else ""
+    canvas.text(0, -8, f"{name} — {len(points):,} entries{legend}", "quiet")
     canvas.panel(0, 0, WIDTH, HEIGHT)
-    values = sorted(value for _, value in (*points, *wanted) if math.isfinite(value))
-    low, high = (values[0], values[-1]) if values else (0.0, 1.0)
+    shown, beside = thinned(points), thinned(wanted)
+    values = [value for _, value in (*shown, *beside)]
+    low, high = min(values, default=0.0), max(values, default=1.0)
     high = high if high > low else low + (abs(low) or 1.0)
 
     def height(value: float) -> float:
@@ -122,15 +124,17 @@ def draw_panel(
     for _, words, counts, steps in marks:
         for x in map(place, steps[:MOST_PLACES]):
             canvas.line(x, 0, x, HEIGHT, "differs hair" if counts else "shared hair", words)
-    for (x0, y0), (x1, y1) in pairwise((place(s), height(v)) for s, v in thinned(wanted)):
+    for (x0, y0), (x1, y1) in pairwise((place(s), height(v)) for s, v in beside):
         canvas.line(x0, y0, x1, y1, "differs hair")
-    drawn = [(place(step), height(value)) for step, value in thinned(points)]
+    drawn = [(place(step), height(value)) for step, value in shown]
     for (x0, y0), (x1, y1) in pairwise(drawn):
         canvas.line(x0, y0, x1, y1, "same hair")
     if len(drawn) == 1:
         canvas.dot(*drawn[0], 2, "same")
+    last = -1
     for step, value in points:
-        if not math.isfinite(value):
+        if not math.isfinite(value) and round(place(step)) > last:  # one in a pixel
+            last = round(place(step))
             canvas.dot(place(step), 6, 3, "differs", f"step {step}: {value}")
     return canvas
 
@@ -161,15 +165,15 @@ def round_ticks(low: float, high: float, most: int) -> list[float]:
 
 def thinned(points: Sequence[Point]) -> list[Point]:
     """Return at most MOST_POINTS points; the lowest and highest of each bin are kept, so that no spike is lost."""
-    shown = [point for point in points if math.isfinite(point[1])]
-    if len(shown) <= MOST_POINTS:
-        return shown
-    size = math.ceil(len(shown) / (MOST_POINTS // 2))
+    count = sum(math.isfinite(value) for _, value in points)
+    size = math.ceil(count / (MOST_POINTS // 2)) if count > MOST_POINTS else 1
+    shown = (point for point in points if math.isfinite(point[1]))
     out: list[Point] = []
-    for start in range(0, len(shown), size):
-        bin_ = shown[start : start + size]
-        ends = {min(bin_, key=lambda p: p[1]), max(bin_, key=lambda p: p[1])}
-        out += sorted(ends)
+    while first := next(shown, None):
+        low = high = first
+        for point in islice(shown, size - 1):
+            low, high = min(low, point, key=itemgetter(1)), max(high, point, key=itemgetter(1))
+        out += sorted({low, high})
     return out
 
 

@@ -1,4 +1,7 @@
-"""Read the log of a run as curves; its form is found from its contents."""
+"""Read the log of a run as curves; its form is found from its contents.
+
+Files are read entry by entry, whatever their size. A file of one JSON value is read whole, and so has a largest size.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,13 @@ import math
 import os
 import sqlite3
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 from isobit.errors import ArgumentError
-from isobit.foundation.files import read_bytes
+from isobit.foundation.files import open_regular, read_bytes
 from isobit.guards.run_log.curves import Rows, RunLog, number_of
 
 # Read TensorBoard's event files: scalars by step, without the package.
@@ -33,6 +36,8 @@ CHECKED = (
     2**16
 )  # bytes of data up to which its checksum is computed: larger records are images and graphs
 FORMATS = {1: "<f", 2: "<d"}  # of DT_FLOAT and DT_DOUBLE
+LARGEST_RECORD = 2**26  # bytes
+LARGEST_LINE = 2**24  # characters
 Field = tuple[int, int | bytes]
 
 
@@ -68,13 +73,12 @@ def is_event_file(data: bytes) -> bool:
     return len(data) >= 12 and int.from_bytes(data[8:12], "little") == masked_crc(data[:8])
 
 
-def read_events(path: Path, files: Sequence[Path], largest: int, rows: Rows) -> RunLog:
+def read_events(path: Path, files: Sequence[Path], rows: Rows) -> RunLog:
     """Read event files as one log; those of a resumed run follow each other.
 
     Args:
         path: The file or folder that was named.
         files: The files, the oldest first.
-        largest: Bytes of a file.
         rows: Where entries are added.
 
     Raises:
@@ -82,11 +86,12 @@ def read_events(path: Path, files: Sequence[Path], largest: int, rows: Rows) -> 
     """
     for file in files:
         try:
-            for event in records_in(read_bytes(file, largest)):
-                if event is None:  # what a killed run was writing
-                    rows.add_unreadable(is_cut=True)
-                else:
-                    add_scalars(event, rows)
+            with io.BufferedReader(open_regular(file)) as opened:
+                for event in records_in(opened):
+                    if event is None:  # what a killed run was writing
+                        rows.add_unreadable(is_cut=True)
+                    else:
+                        add_scalars(event, rows)
         except (ValueError, IndexError) as error:
             raise damaged(file, str(error)) from None
     return rows.as_log(path, "tensorboard")
@@ -101,29 +106,30 @@ def damaged(file: Path, why: str) -> ArgumentError:
     )
 
 
-def records_in(data: bytes) -> Iterator[bytes | None]:
+def records_in(file: BinaryIO) -> Iterator[bytes | None]:
     """Yield the data of each record; None at the end if the last is not whole.
 
     Raises:
-        ValueError: If a checksum is wrong.
+        ValueError: If a checksum is wrong, or a record is larger than any that has scalars.
     """
     at = 0
-    while at < len(data):
-        size = int.from_bytes(data[at : at + 8], "little")
-        end = at + 12 + size
-        if len(data) < at + 12:
+    while head := file.read(12):
+        if len(head) < 12:
             yield None
             return
-        if int.from_bytes(data[at + 8 : at + 12], "little") != masked_crc(data[at : at + 8]):
+        if int.from_bytes(head[8:], "little") != masked_crc(head[:8]):
             raise ValueError(f"damaged at byte {at:,}: the checksum of a length is wrong")
-        if len(data) < end + 4:
+        size = int.from_bytes(head[:8], "little")
+        if size > LARGEST_RECORD:
+            raise ValueError(f"a record of {size:,} bytes at byte {at:,}")
+        body, check = file.read(size), file.read(4)
+        if len(check) < 4:
             yield None
             return
-        body = data[at + 12 : end]
-        if size <= CHECKED and int.from_bytes(data[end : end + 4], "little") != masked_crc(body):
+        if size <= CHECKED and int.from_bytes(check, "little") != masked_crc(body):
             raise ValueError(f"damaged at byte {at:,}: the checksum of a record is wrong")
         yield body
-        at = end + 4
+        at += size + 16
 
 
 def add_scalars(event: bytes, rows: Rows) -> None:
@@ -230,10 +236,11 @@ def read_folder(folder: Path, run: str, largest: int, rows: Rows) -> RunLog:
         if key not in rows.curve_of:
             rows.find_places((key,))
             continue
-        for line in read_bytes(file, largest).decode("utf-8", errors="replace").splitlines():
-            words = line.split()  # time, value, step
-            known = len(words) == 3
-            rows.add({"step": words[2], key: words[1]} if known else None)
+        with io.BufferedReader(open_regular(file)) as opened:
+            for line in lines_in(opened, "\n"):
+                words = (line or "").split()  # time, value, step
+                known = len(words) == 3
+                rows.add({"step": words[2], key: words[1]} if known else None)
     config = {
         key: read_bytes(file, largest).decode("utf-8", errors="replace").strip()
         for key, file in files_below(home / "params")
@@ -317,7 +324,7 @@ def choose(path: Path, runs: Mapping[str, str], wanted: str) -> str:
     )
 
 
-LARGEST = 2**28  # bytes
+LARGEST = 2**28  # bytes of a file that is read whole
 
 
 def read_log(path: Path, run: str = "", columns: Mapping[str, str] | None = None) -> RunLog:
@@ -334,41 +341,59 @@ def read_log(path: Path, run: str = "", columns: Mapping[str, str] | None = None
 
     Raises:
         ArgumentError: If it has no loss, or several runs and none is named.
-        OSError: If it cannot be read, or is larger than 256 MiB.
+        OSError: If it cannot be read, or is one JSON value, as trainer_state.json, of more than 256 MiB.
     """
     rows = Rows(columns or {})
     if path.is_dir():
         if events := event_files(path):
-            return read_events(path, events, LARGEST, rows)
+            return read_events(path, events, rows)
         return read_folder(path, run, LARGEST, rows)
-    data = read_bytes(path, LARGEST)
-    if data.startswith(SQLITE):
-        return read_database(path, run, rows)
-    if is_event_file(data):
-        return read_events(path, [path], LARGEST, rows)
-    form, max_steps = add_entries(data, rows)
+    with io.BufferedReader(open_regular(path)) as file:
+        start = file.read(len(SQLITE))
+        if start == SQLITE:
+            return read_database(path, run, rows)
+        if is_event_file(start):
+            return read_events(path, [path], rows)
+        form, max_steps = add_entries(path, file, rows)
     return rows.as_log(path, form, max_steps=max_steps)
 
 
-def text_of(data: bytes, newline: str) -> TextIO:
-    """Return a file's text to be read line by line; what is no UTF-8 is replaced."""
-    return io.TextIOWrapper(io.BytesIO(data), "utf-8-sig", "replace", newline)
-
-
-def add_entries(data: bytes, rows: Rows) -> tuple[str, int | None]:
-    """Add the entries of a file; return its form, and the steps of the whole run if it has them."""
-    lines = text_of(data, "\n")
-    first = next((line for line in lines if line.strip()), "").strip()
-    if first[:1] not in ("{", "["):
-        add_csv(data, rows)
-        return "csv", None
-    if is_json(first) and any(line.strip() for line in lines):
-        add_lines(data, rows)
-        return "jsonl", None
+def lines_in(file: BinaryIO, newline: str) -> Generator[str | None]:
+    """Yield the lines of a file from its start; what is no UTF-8 is replaced, and None is a line that is too long."""
+    file.seek(0)
+    text = io.TextIOWrapper(file, "utf-8-sig", "replace", newline)
     try:
-        whole = json.loads(text_of(data, "\n").read())
+        while line := text.readline(LARGEST_LINE):
+            is_whole = len(line) < LARGEST_LINE or line.endswith(("\n", "\r"))
+            yield line if is_whole else None
+            while not is_whole:  # the rest of it
+                line = text.readline(LARGEST_LINE)
+                is_whole = len(line) < LARGEST_LINE or line.endswith(("\n", "\r"))
+    finally:
+        text.detach()  # the file stays open
+
+
+def add_entries(path: Path, file: BinaryIO, rows: Rows) -> tuple[str, int | None]:
+    """Add the entries of a file; return its form, and the steps of the whole run if it has them."""
+    with closing(lines_in(file, "\n")) as lines:
+        first = next((line for line in lines if line is None or line.strip()), "")
+        has_more = any(line is None or line.strip() for line in lines)
+    if first is not None and first.strip()[:1] not in ("{", "["):
+        add_csv(file, rows)
+        return "csv", None
+    if first is not None and has_more and is_json(first):
+        add_lines(file, rows)
+        return "jsonl", None
+    file.seek(0)
+    data = file.read(LARGEST + 1)
+    if len(data) > LARGEST:
+        raise OSError(
+            f"{path} has no entry in its first line, and is larger than {LARGEST:,} bytes"
+        )
+    try:
+        whole = json.loads(data.decode("utf-8-sig", "replace"))
     except (ValueError, RecursionError):
-        add_lines(data, rows)
+        add_lines(file, rows)
         return "jsonl", None
     form, entries, max_steps = "jsonl", whole if isinstance(whole, list) else [whole], None
     if isinstance(whole, dict) and isinstance(whole.get("log_history"), list):
@@ -390,10 +415,13 @@ def is_json(text: str) -> bool:
     return True
 
 
-def add_lines(data: bytes, rows: Rows) -> None:
+def add_lines(file: BinaryIO, rows: Rows) -> None:
     """Add the entries of JSON lines. The last line of a killed run often is not whole."""
     decode = json.JSONDecoder().raw_decode
-    for line in text_of(data, "\n"):
+    for line in lines_in(file, "\n"):
+        if line is None:
+            rows.add_unreadable()
+            continue
         text = line.strip()
         if not text:
             continue
@@ -405,9 +433,17 @@ def add_lines(data: bytes, rows: Rows) -> None:
             rows.add(entry if end == len(text) else None)
 
 
-def add_csv(data: bytes, rows: Rows) -> None:
+def short_lines(file: BinaryIO) -> Iterator[str]:
+    """Yield the lines of CSV; raise csv.Error for one that is too long."""
+    for line in lines_in(file, ""):
+        if line is None:
+            raise csv.Error(f"a line of more than {LARGEST_LINE:,} characters")
+        yield line
+
+
+def add_csv(file: BinaryIO, rows: Rows) -> None:
     """Add the rows of CSV. One with fewer or more fields than the first is not read: its columns may be others."""
-    reader = csv.reader(text_of(data, ""), skipinitialspace=True)
+    reader = csv.reader(short_lines(file), skipinitialspace=True)
     is_short = False  # whether the last row was
     try:
         names = [name.strip() for name in next((row for row in reader if row), [])]
@@ -424,4 +460,5 @@ def add_csv(data: bytes, rows: Rows) -> None:
             remedy="export the run as JSONL or CSV",
         ) from error
     if is_short:
-        rows.add_unreadable(is_cut=not data.endswith(b"\n"))
+        file.seek(-1, os.SEEK_END)
+        rows.add_unreadable(is_cut=file.read(1) != b"\n")

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain, islice, pairwise, takewhile
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from isobit.guards.live.drift import CUT, LIMIT, RECENT, SLACK, SPIKE, WINDOW, Drift, Reading
-from isobit.guards.run_log.curves import Point, RunLog, number_of
+from isobit.guards.run_log.curves import STEPS_KEPT, Curve, Point, RunLog, number_of
 
 # What judging a log returns: limits, findings, the verdict; and what the rules share.
 
@@ -49,7 +49,7 @@ class LogFinding:
         message: What was found.
         causes: What usually causes it, the most frequent first; empty if a contract says it.
         claim: The claim of training-stability-v1 whose `if_fails` has the causes.
-        steps: Every step concerned, where the finding counts several; the first is `step`.
+        steps: The steps concerned, where the finding counts several; of more than 10,000, the first.
     """
 
     rule: str
@@ -75,12 +75,25 @@ class Verdict:
         return all(finding.severity == "info" for finding in self.findings)
 
 
-def name_steps(steps: Sequence[int]) -> str:
+def name_steps(steps: Sequence[int], count: int) -> str:
     """Return how often something was found and at which steps, the first of them; nothing if it was found once."""
-    if len(steps) < 2:
+    if count < 2:
         return ""
-    more = ", …" if len(steps) > SHOWN else ""
-    return f"; {len(steps):,} in all, at steps {', '.join(map(str, steps[:SHOWN]))}{more}"
+    more = ", …" if count > SHOWN else ""
+    return f"; {count:,} in all, at steps {', '.join(map(str, steps[:SHOWN]))}{more}"
+
+
+@dataclass
+class Seen:
+    """At how many places something was found, and the step of the first."""
+
+    count: int = 0
+    step: int = 0
+
+    def add(self, step: int) -> None:
+        """Count one more."""
+        self.step = self.step if self.count else step
+        self.count += 1
 
 
 class NotJudged(Exception):
@@ -184,37 +197,82 @@ def schedule_in(config: Mapping[str, Any], max_steps: int | None = None) -> Sche
 
 
 def misses(
-    schedule: Schedule, points: Sequence[Point], shift: int
-) -> list[tuple[int, float, float]]:
-    """Return step, rate and expected rate wherever they differ by more than the tolerance."""
+    schedule: Schedule, points: Iterable[Point], shift: int
+) -> Iterator[tuple[int, float, float]]:
+    """Yield step, rate and expected rate wherever they differ by more than the tolerance."""
     pairs = ((step, rate, schedule.rate(step + shift)) for step, rate in points)
     most = TOLERANCE * schedule.peak
-    return [(step, rate, wanted) for step, rate, wanted in pairs if abs(rate - wanted) > most]
+    return ((step, rate, wanted) for step, rate, wanted in pairs if abs(rate - wanted) > most)
 
 
-def fewest_misses(schedule: Schedule, points: Sequence[Point]) -> list[tuple[int, float, float]]:
-    """Return the misses of the shift that fits best."""
-    return min((misses(schedule, points, shift) for shift in SHIFTS), key=len)
+def fits(schedule: Schedule, points: Iterable[Point], shift: int) -> bool:
+    """Return whether no rate differs by more than the tolerance."""
+    return next(misses(schedule, points, shift), None) is None
 
 
-def what_fits(schedule: Schedule, points: Sequence[Point]) -> str:
+def fewest_misses(
+    schedule: Schedule, points: Iterable[Point]
+) -> tuple[int, tuple[int, float, float]]:
+    """Return how many rates differ, and the first of them, of the shift that fits best."""
+    found = []
+    for shift in SHIFTS:
+        first, count = (0, 0.0, 0.0), 0
+        for count, miss in enumerate(misses(schedule, points, shift), 1):
+            first = miss if count == 1 else first
+        found.append((count, first))
+    return min(found, key=lambda each: each[0])
+
+
+def what_fits(schedule: Schedule, points: Curve) -> str:
     """Return what the rates would fit: another factor, kind or warm-up; empty if none of these."""
     for shift in SHIFTS:
-        pairs = [(rate, schedule.rate(step + shift)) for step, rate in points]
-        ratios = sorted(r / wanted for r, wanted in pairs if wanted > TOLERANCE * schedule.peak)
-        factor = ratios[len(ratios) // 2] if ratios else 0.0
-        if factor > 0 and not misses(
-            replace(schedule, peak=schedule.peak * factor, floor=schedule.floor * factor),
-            points,
-            shift,
-        ):
+        factor = middle_of(partial(ratios, schedule, points, shift))
+        other = replace(schedule, peak=schedule.peak * factor, floor=schedule.floor * factor)
+        if factor > 0 and fits(other, points, shift):
             return f"they are {factor:.4g} times the configured ones"
     for kind in ("constant", "linear", "cosine"):
         for warmup in dict.fromkeys((schedule.warmup, 0)):
             other = replace(schedule, kind=kind, warmup=warmup)
-            if (kind == "constant" or schedule.steps) and not fewest_misses(other, points):
+            usable = kind == "constant" or schedule.steps
+            if usable and any(fits(other, points, shift) for shift in SHIFTS):
                 return f"they fit this schedule: {other}"
     return ""
+
+
+def ratios(schedule: Schedule, points: Iterable[Point], shift: int) -> Iterator[float]:
+    """Yield the rates as multiples of the expected ones, where these are not almost zero."""
+    for step, rate in points:
+        wanted = schedule.rate(step + shift)
+        if wanted > TOLERANCE * schedule.peak:
+            yield rate / wanted
+
+
+def middle_of(values: Callable[[], Iterable[float]]) -> float:
+    """Return the median of numbers that can be read again; 0 if there are none.
+
+    A float's 64 bits, made to rise with its value, are found 16 at a time: each pass counts the values that begin with
+    those that are known, by their next 16.
+    """
+    known, place = 0, -1
+    for shift in (48, 32, 16, 0):
+        counts = np.zeros(1 << 16, dtype=np.int64)
+        reading = iter(values())
+        while some := list(islice(reading, ROWS)):
+            bits = np.array(some).view(np.uint64)
+            bits ^= np.where(bits >> 63, np.uint64(2**64 - 1), np.uint64(2**63))
+            same = bits if shift == 48 else bits[bits >> np.uint64(shift + 16) == known]
+            digits = (same >> np.uint64(shift)) & np.uint64(0xFFFF)
+            counts += np.bincount(digits.astype(np.int64), minlength=1 << 16)
+        if place < 0:
+            place = int(counts.sum()) // 2
+            if not counts.any():
+                return 0.0
+        below = np.cumsum(counts)
+        digit = int(np.searchsorted(below, place, side="right"))
+        place -= int(below[digit - 1]) if digit else 0
+        known = known << 16 | digit
+    value = known ^ (2**63 if known >> 63 else 2**64 - 1)
+    return float(np.uint64(value).view(np.float64))
 
 
 def follows_schedule(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
@@ -222,26 +280,25 @@ def follows_schedule(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
     config = limits.config if limits.config is not None else log.config
     if config is None:
         raise NotJudged("no configuration was given (--config)")
-    points = log.finite.get("lr", ())
+    points = log.finite.get("lr")
     if not points or not log.numbered:
         raise NotJudged("the log has no learning rate" if not points else "entries have no step")
     schedule = schedule_in(config, log.max_steps)
-    wrong = fewest_misses(schedule, points)
+    wrong, (step, rate, wanted) = fewest_misses(schedule, points)
     if wrong:
-        step, rate, wanted = wrong[0]
-        fits = what_fits(schedule, points)
+        other = what_fits(schedule, points)
         yield LogFinding(
             "schedule",
             "error",
             step,
             f"the learning rate is {rate:.4g} and the configuration ({schedule}, peak {schedule.peak:g}) has "
-            f"{wanted:.4g}; {len(wrong)} of {len(points)} entries differ by more than {TOLERANCE:.0%} of the peak"
-            + (f"; {fits}" if fits else ""),
+            f"{wanted:.4g}; {wrong} of {len(points)} entries differ by more than {TOLERANCE:.0%} of the peak"
+            + (f"; {other}" if other else ""),
             claim="rates-follow-the-configuration",
         )
 
 
-# Find the alarms of a long curve: those of `Drift`, value by value, in a fraction of its time.
+# Find the alarms of a long curve, a block at a time: those of `Drift`, in a fraction of its time.
 #
 # [Note: where no alarm can be]
 # `Drift` compares each value with the 128 before it. The windows of 8 consecutive values share 121
@@ -258,37 +315,44 @@ MARGIN = 1e-6  # more than the rounding errors of a bound and of its sum
 Floats = npt.NDArray[np.float64]
 
 
-def alarms_of(values: Sequence[float], *, log: bool = False) -> Iterator[tuple[int, Reading]]:
-    """Yield place and reading of every alarm, as `Drift` gives them.
+def alarms_of(values: Iterable[float], *, log: bool = False) -> Iterator[tuple[int, Reading]]:
+    """Yield place and reading of every alarm, as `Drift` gives them; one block of the values is kept.
 
     Args:
         values: Finite numbers.
         log: As of `Drift`.
     """
-    at, detector = 0, Drift(log=log)
-    for start, end in suspects(np.array(values, dtype=np.float64), log):
-        if start > at:
-            at, detector = start, primed(values, at, start, detector)
-        while at < len(values) and (at < end or is_busy(detector)):
-            reading = detector.add(values[at])
-            if reading.is_alarm:
-                yield at, reading
-            at += 1
+    reading = iter(values)
+    block, before, start = list(islice(reading, 2 * WINDOW)), list[float](), 0
+    parts, excess = [(0, len(block))], 0.0  # nothing bounds the scores of the first values
+    detector, is_current = Drift(log=log), True  # whether it has seen the last values
+    while block:
+        at = 0  # values of the block that the detector has taken
+        for begin, end in parts:
+            if begin > at or not is_current:
+                for value in block[at:begin]:
+                    detector.average(value)
+                at, is_current = begin, True
+                detector = primed((before + block[max(at - WINDOW, 0) : at])[-WINDOW:], detector)
+            while at < len(block) and (at < end or is_busy(detector)):
+                found = detector.add(block[at])
+                if found.is_alarm:
+                    yield start + at, found
+                at += 1
+        is_current = at == len(block)
+        for value in block[at:]:
+            detector.average(value)
+        start, before = start + len(block), (before + block)[-WINDOW:]
+        block = list(islice(reading, ROWS * TOGETHER))
+        if block:
+            parts, excess = suspects(np.array(before + block), log, excess)
+            parts = [(0, 0), *parts] if is_current else parts  # it may be busy
 
 
-def primed(values: Sequence[float], at: int, start: int, before: Drift) -> Drift:
-    """Return a detector that remembers the window before `start`, the means of the curve, and nothing else.
-
-    Args:
-        values: The curve.
-        at: How many of its values `before` has taken.
-        start: The next value to judge.
-        before: The detector so far.
-    """
-    for value in values[at:start]:
-        before.average(value)
+def primed(window: Sequence[float], before: Drift) -> Drift:
+    """Return a detector that remembers a window, the means of the curve so far, and nothing else."""
     detector = Drift(log=before.log)
-    for value in values[start - WINDOW : start]:
+    for value in window:
         detector.learn(math.log(max(value, 1e-300)) if before.log else value)
     detector.mean, detector.lowest, detector.start = before.mean, before.lowest, before.start
     detector.count = before.count
@@ -300,23 +364,31 @@ def is_busy(detector: Drift) -> bool:
     return detector.sum > 0 or detector.quiet > 0 or detector.above  # and so after a shift
 
 
-def suspects(values: Floats, log: bool) -> Iterator[tuple[int, int]]:
-    """Yield the parts of a curve that may have an alarm; each begins where no sum is kept. See the note above."""
-    first = min(2 * WINDOW, len(values))
-    yield 0, first
-    if len(values) <= first:
-        return
+def suspects(values: Floats, log: bool, excess: float) -> tuple[list[tuple[int, int]], float]:
+    """Return the parts of a block that may have an alarm, and the sum of bounds at its end; see the note above.
+
+    Each part begins where no sum is kept, or where the block begins. The last one ends with the block if a sum is kept
+    there, so that the next block need not look back.
+
+    Args:
+        values: The block, after the WINDOW values before it.
+        log: As of `Drift`.
+        excess: The sum of bounds before the block.
+    """
     seen = np.log(np.maximum(values, 1e-300)) if log else values
     with np.errstate(over="ignore", invalid="ignore"):  # what overflows is a suspect
-        bounds = upper_scores(seen, first, log)
-    sums = np.cumsum(np.minimum(bounds, CUT) - SLACK + MARGIN)
+        bounds = upper_scores(seen, WINDOW, log)
+    sums = excess + np.cumsum(np.minimum(bounds, CUT) - SLACK + MARGIN)
     lowest = np.minimum(np.minimum.accumulate(sums), 0.0)
     is_danger = (sums - lowest > LIMIT - MARGIN) | (bounds > SPIKE - MARGIN)
     dangers, empty = np.flatnonzero(is_danger), np.flatnonzero(sums <= lowest)
-    before = np.searchsorted(empty, dangers)  # 0: the sum has not been empty yet
-    starts = np.concatenate([[-1 - first], empty])[before] + 1 + first
-    for start, danger in zip(starts.tolist(), dangers.tolist(), strict=True):
-        yield start, first + danger + 1
+    starts = np.concatenate([[-1], empty]) + 1
+    begins = starts[np.searchsorted(empty, dangers)]
+    parts = list(zip(begins.tolist(), (dangers + 1).tolist(), strict=True))
+    left = float(sums[-1] - lowest[-1])
+    if left > 0:
+        parts.append((int(starts[-1]), len(sums)))
+    return parts, left
 
 
 def upper_scores(seen: Floats, first: int, log: bool) -> Floats:
@@ -350,7 +422,7 @@ def upper_scores(seen: Floats, first: int, log: bool) -> Floats:
 RISE, SPAN = 0.05, 500  # the most that it may rise, over so many steps
 FLAT, FLAT_SPAN = 0.001, 2000  # a mean that falls by less than this share over so many steps
 
-SEVERITIES = ("error", "warning", "info")
+GAPS_KEPT = 10_000  # intervals between steps that are counted
 
 Rule = Callable[[RunLog, Limits], Iterator[LogFinding]]
 
@@ -380,44 +452,64 @@ def judge_log(log: RunLog, limits: Limits | None = None) -> Verdict:
 def nonfinite(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
     """Check that every logged number is finite."""
     for name, points in log.curves.items():
-        wrong = [step for step, value in points if not math.isfinite(value)]
-        if wrong:
+        wrong = Seen()
+        for step, value in points:
+            if not math.isfinite(value):
+                wrong.add(step)
+        if wrong.count:
             yield LogFinding(
                 "nonfinite",
                 "error",
-                wrong[0],
-                f"{name} is not finite in {len(wrong)} of {len(points)} entries, first at step {wrong[0]}",
+                wrong.step,
+                f"{name} is not finite in {wrong.count} of {len(points)} entries, first at step {wrong.step}",
                 claim="stays-finite",
             )
 
 
+def last_of_steps(points: Iterable[Point]) -> Iterator[Point]:
+    """Yield the last of each step's points."""
+    before: Point | None = None
+    for point in points:
+        if before is not None and point[0] != before[0]:
+            yield before
+        before = point
+    if before is not None:
+        yield before
+
+
 def hidden_nonfinite(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
     """Find losses that stand in for one that was not finite: beside a norm that is not, or exactly 0."""
-    losses = dict(log.curves["loss"])
-    norms = dict(log.curves.get("grad_norm", ()))
-    beside = [
-        s
-        for s, norm in norms.items()
-        if not math.isfinite(norm) and math.isfinite(losses.get(s, math.nan))
-    ]
-    zeros = [step for step, loss in losses.items() if loss == 0.0]
+    beside, zeros, losses, norms = Seen(), Seen(), 0, 0
+    end = math.inf, math.nan
+    others = last_of_steps(log.curves["loss"])
+    at, loss = next(others, end)
+    for step, norm in last_of_steps(log.curves.get("grad_norm", ())):
+        norms += 1
+        while at < step:
+            at, loss = next(others, end)
+        if at == step and math.isfinite(loss) and not math.isfinite(norm):
+            beside.add(step)
+    for step, loss in last_of_steps(log.curves["loss"]):
+        losses += 1
+        if loss == 0.0:
+            zeros.add(step)
     cause = (
         "transformers' logging_nan_inf_filter replaces a loss that is not finite; set it to False"
     )
-    if beside:
+    if beside.count:
         yield LogFinding(
             "hidden-nonfinite",
             "error",
-            beside[0],
-            f"the loss is finite and the gradient norm is not, in {len(beside)} of {len(norms)} entries",
+            beside.step,
+            f"the loss is finite and the gradient norm is not, in {beside.count} of {norms} entries",
             f"{cause}; or an overflow in the backward",
         )
-    if zeros and len(zeros) < len(losses) / 2:
+    if 0 < zeros.count < losses / 2:
         yield LogFinding(
             "hidden-nonfinite",
             "warning",
-            zeros[0],
-            f"the loss is exactly 0 in {len(zeros)} of {len(losses)} entries",
+            zeros.step,
+            f"the loss is exactly 0 in {zeros.count} of {losses} entries",
             f"{cause}; or batches without a label",
         )
 
@@ -430,13 +522,16 @@ def rising_loss(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
         raise NotJudged(f"the log spans {span} steps, of {limits.warmup} + {SPAN} that are needed")
     if not math.isfinite(means[-1][1]):
         raise NotJudged("the mean of the losses overflows")
-    start, first, worst, behind = means[0][0] + limits.warmup, None, 0.0, 0
+    start, first, worst = means[0][0] + limits.warmup, None, 0.0
+    behind = pairwise(
+        chain(means, [(math.inf, 0.0)])
+    )  # the point of SPAN steps before, and its next
+    (_, before), (following, _) = next(behind)
     for step, mean in means:
         if step - SPAN < start:
             continue
-        while behind + 1 < len(means) and means[behind + 1][0] <= step - SPAN:
-            behind += 1
-        before = means[behind][1]
+        while following <= step - SPAN:
+            (_, before), (following, _) = next(behind)
         rise = (mean - before) / abs(before) if before else 0.0
         if rise > RISE:
             first, worst = step if first is None else first, max(worst, rise)
@@ -453,7 +548,7 @@ def rising_loss(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
 
 def norm_limit(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
     """Check FALSIFY-ALBOR-002: the gradient norm after clipping stays below the limit."""
-    norms = log.finite.get("grad_norm", ())
+    norms = log.finite.get("grad_norm")
     if not norms and log.norm_like:
         raise NotJudged(
             f"the log has no gradient norm under a known name; if {log.norm_like[0]} is one, pass --columns "
@@ -463,53 +558,74 @@ def norm_limit(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
         raise NotJudged("the log has no gradient norm")
     if limits.norms == "unclipped" or (limits.norms == "auto" and log.form == "trainer_state"):
         raise NotJudged("the norms were logged before clipping (--norms clipped if they were not)")
-    above = [(step, norm) for step, norm in norms if norm >= limits.max_norm]
-    if above:
+    above, largest = Seen(), 0.0
+    for step, norm in norms:
+        if norm >= limits.max_norm:
+            above.add(step)
+            largest = max(largest, norm)
+    if above.count:
         yield LogFinding(
             "norm-limit",
             "error",
-            above[0][0],
-            f"the gradient norm is at least {limits.max_norm:g} in {len(above)} of {len(norms)} entries, at most "
-            f"{max(norm for _, norm in above):.4g} (FALSIFY-ALBOR-002)",
+            above.step,
+            f"the gradient norm is at least {limits.max_norm:g} in {above.count} of {len(norms)} entries, at most "
+            f"{largest:.4g} (FALSIFY-ALBOR-002)",
             claim="norms-are-bounded",
         )
+
+
+@dataclass
+class Alarms:
+    """Alarms of one kind: the first, how many there are, and their steps."""
+
+    step: int
+    value: float
+    reading: Reading
+    count: int = 0
+    steps: list[int] = field(default_factory=list)
 
 
 def spikes(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
     """Find where the loss, or the logarithm of the norm, leaves its course; see isobit.guards.live.drift."""
     for name in ("loss", "grad_norm"):
-        points = log.finite.get(name, ())
+        points = log.finite.get(name, Curve())
         if name == "loss" and len(points) <= 64:
             raise NotJudged(f"{len(points)} losses, of more than 64 that are needed")
-        values = [value for _, value in points]
-        found: dict[str, list[tuple[int, float, Reading]]] = {}
-        for at, reading in alarms_of(values, log=name == "grad_norm"):
-            found.setdefault(reading.status, []).append((points[at][0], values[at], reading))
+        found: dict[str, Alarms] = {}
+        for at, reading in alarms_of((value for _, value in points), log=name == "grad_norm"):
+            step, value = points[at]
+            alarms = found.setdefault(reading.status, Alarms(step, value, reading))
+            alarms.count += 1
+            if len(alarms.steps) < STEPS_KEPT:
+                alarms.steps.append(step)
         for status, alarms in found.items():
-            if is_reported(log, f"{status}-{name}", [step for step, _, _ in alarms]):
+            if is_reported(log, f"{status}-{name}", alarms):
                 continue  # by the run's own watch, which may name the module
-            step, value, reading = alarms[0]
+            reading = alarms.reading
             against = (
                 f"the median of the last {RECENT} entries is {reading.score:.6g}"
                 if status == "divergence"
                 else f"score {reading.score:.1f} against the last 128 entries"
             )
-            steps = tuple(step for step, _, _ in alarms)
             yield LogFinding(
                 f"{status}-{name}",
                 reading.severity,
-                step,
-                f"{name} is {value:.6g}, {against}{name_steps(steps)}",
+                alarms.step,
+                f"{name} is {alarms.value:.6g}, {against}{name_steps(alarms.steps, alarms.count)}",
                 "a bad batch or a change of data; a learning rate that is too high; for Adam, a beta2 that is too "
                 "large for gradients that change",
-                steps=steps,
+                steps=tuple(alarms.steps),
             )
 
 
-def is_reported(log: RunLog, rule: str, steps: list[int]) -> bool:
-    """Return whether the run's own watch reported these alarms of a curve."""
-    name = rule.replace("grad_norm", "grad.norm")
-    return {step for step, found, _, _ in log.reported if found == name} >= set(steps)
+def is_reported(log: RunLog, rule: str, alarms: Alarms) -> bool:
+    """Return whether the run's own watch reported these alarms of a curve; not if some steps are not remembered."""
+    reported = log.reported.get(rule.replace("grad_norm", "grad.norm"))
+    return (
+        reported is not None
+        and alarms.count == len(alarms.steps)
+        and reported.steps.keys() >= set(alarms.steps)
+    )
 
 
 def plateau(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
@@ -518,10 +634,11 @@ def plateau(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
     last = means[-1][0] if means else 0
     if means and not math.isfinite(means[-1][1]):
         raise NotJudged("the mean of the losses overflows")
-    at = bisect_right(means, last - FLAT_SPAN, key=lambda point: point[0]) - 1
-    if at < 0 or means[at][0] < limits.warmup:
+    start, before = -1, 0.0
+    for step, mean in takewhile(lambda point: point[0] <= last - FLAT_SPAN, means):
+        start, before = step, mean
+    if start < max(limits.warmup, 0):
         raise NotJudged(f"the log has no {FLAT_SPAN} steps after warm-up")
-    before = means[at][1]
     if before - means[-1][1] < FLAT * abs(before):
         yield LogFinding(
             "plateau",
@@ -536,22 +653,29 @@ def missing_steps(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
     """Check that steps rise by one interval: none is missing."""
     if not log.numbered:
         raise NotJudged("entries have no step")
-    steps = [step for step, _ in log.curves["loss"]]
-    gaps = Counter(b - a for a, b in pairwise(steps) if b > a)
+    losses = log.curves["loss"]
+    gaps: Counter[int] = Counter()
+    for (a, _), (b, _) in pairwise(losses):
+        if b > a:
+            gaps[b - a] += 1
+            if len(gaps) > GAPS_KEPT:
+                raise NotJudged(f"steps rise by more than {GAPS_KEPT:,} different intervals")
     if not gaps:
         raise NotJudged("the log has one entry")
     usual = gaps.most_common(1)[0][0]
-    holes = [(a, b) for a, b in pairwise(steps) if b - a > usual]
-    # The first and the last entry of many loggers are off the interval.
-    inner = [(a, b) for a, b in holes if a != steps[0] and b != steps[-1]]
-    if inner:
-        lost = sum((b - a) // usual - 1 or 1 for a, b in inner)
+    first, lost, holes = (0, 0), 0, 0
+    for (a, _), (b, _) in pairwise(losses):
+        # The first and the last entry of many loggers are off the interval.
+        if b - a > usual and a != losses[0][0] and b != losses[-1][0]:
+            first = first if holes else (a, b)
+            holes, lost = holes + 1, lost + ((b - a) // usual - 1 or 1)
+    if holes:
         yield LogFinding(
             "missing-steps",
             "warning",
-            inner[0][0],
-            f"no entry between steps {inner[0][0]} and {inner[0][1]}, where every {usual} is usual; {lost} entries "
-            f"are missing in {len(inner)} places",
+            first[0],
+            f"no entry between steps {first[0]} and {first[1]}, where every {usual} is usual; {lost} entries "
+            f"are missing in {holes} places",
             "a crash between log and checkpoint; a filter of the logger; a file of several runs",
         )
 
@@ -566,7 +690,7 @@ def repeated_steps(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
             "repeated-steps",
             "warning",
             backs[0][1],
-            f"step {backs[0][1]} follows step {backs[0][0]}; steps go back in {len(backs)} places. Of entries "
+            f"step {backs[0][1]} follows step {backs[0][0]}; steps go back in {log.resumes} places. Of entries "
             f"that were logged again the later ones are judged, and {log.replaced:,} earlier ones are not",
             "the run was resumed from an earlier checkpoint; several runs or ranks write one file",
         )
@@ -598,18 +722,13 @@ def reported(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
     """Pass on what the run's own watch reported."""
     if log.form != "events" and not log.reported:
         raise NotJudged("the log is not one of isobit.guards.watch")
-    found: dict[str, list[tuple[int, str, str]]] = {}
-    for step, rule, message, severity in log.reported:
-        found.setdefault(rule, []).append((step, message, severity))
-    for rule, events in found.items():
-        step, message, _ = events[0]
-        steps = tuple(dict.fromkeys(step for step, _, _ in events))
-        worst = min((severity for _, _, severity in events), key=SEVERITIES.index)
+    for rule, one in log.reported.items():
+        steps = tuple(one.steps)
         yield LogFinding(
             f"watch: {rule}",
-            worst,
-            step,
-            f"{message}{name_steps(steps)}",
+            one.severity,
+            one.step,
+            f"{one.message}{name_steps(steps, one.count)}",
             "see docs/how-to/watch-a-run.md",
             steps=steps,
         )

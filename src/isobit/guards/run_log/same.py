@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import groupby, zip_longest
+from operator import itemgetter
 
 from isobit.errors import ArgumentError
 from isobit.guards.run_log.curves import Point, RunLog
@@ -68,72 +69,121 @@ def compare_logs(a: RunLog, b: RunLog, tolerance: float = 0.0) -> Sameness:
     compared: dict[str, int] = {}
     nonfinite = 0
     both = [name for name in a.curves if name in b.curves]
-    ours, theirs = ({step for step, _ in log.curves["loss"]} for log in (a, b))
-    if not ours & theirs:
+    ends = [(log.curves["loss"][0][0], log.curves["loss"][-1][0]) for log in (a, b)]
+    low, high = max(first for first, _ in ends), min(last for _, last in ends)
+    steps = count_steps(a.curves["loss"], b.curves["loss"], low, high)
+    if not steps.both:
         raise ArgumentError(
             expected="two logs with steps in common",
-            received=f"losses of steps {min(ours)}–{max(ours)} and {min(theirs)}–{max(theirs)}",
+            received="losses of steps " + " and ".join(f"{first}–{last}" for first, last in ends),
             remedy="compare logs of the same steps",
         )
-    low, high = max(min(ours), min(theirs)), min(max(ours), max(theirs))
-    alone = sorted(step for step in ours ^ theirs if low <= step <= high)
+    alone = sum(steps.alone)
     if alone:
-        count = sum(step in ours for step in alone)
         findings.append(
             LogFinding(
                 "steps-differ",
                 "error",
-                alone[0],
-                f"{len(alone):,} steps between {low} and {high} are in one log only: {count:,} in the first, "
-                f"{len(alone) - count:,} in the second; the first is {alone[0]}",
+                steps.first,
+                f"{alone:,} steps between {low} and {high} are in one log only: {steps.alone[0]:,} in the first, "
+                f"{steps.alone[1]:,} in the second; the first is {steps.first}",
                 "logs of other intervals; a run that was resumed; entries that were lost",
             )
         )
     for name in both:
-        pairs = list(pairs_of(a.curves[name], b.curves[name]))
-        compared[name] = len(pairs)
-        nonfinite += sum(not math.isfinite(x) and is_near(x, y, 0.0) for _, x, y in pairs)
-        wrong = [(step, x, y) for step, x, y in pairs if not is_near(x, y, tolerance)]
+        compared[name], wrong, largest = 0, 0, -1.0
+        first, worst = (0, 0.0, 0.0), 0
+        for step, x, y in pairs_of(a.curves[name], b.curves[name]):
+            compared[name] += 1
+            nonfinite += not math.isfinite(x) and is_near(x, y, 0.0)
+            if is_near(x, y, tolerance):
+                continue
+            first = first if wrong else (step, x, y)
+            wrong += 1
+            if distance(x, y) > largest:
+                largest, worst = distance(x, y), step
         if wrong:
-            step, x, y = wrong[0]
-            worst = max(wrong, key=lambda each: distance(each[1], each[2]))
+            step, x, y = first
             findings.append(
                 LogFinding(
                     f"differs-{name}",
                     "error",
                     step,
-                    f"{name} is {x!r} in the first and {y!r} in the second; {len(wrong):,} of {len(pairs):,} values "
-                    f"differ by more than {tolerance:g} of the larger, at most by {distance(*worst[1:]):.3g} at "
-                    f"step {worst[0]}",
+                    f"{name} is {x!r} in the first and {y!r} in the second; {wrong:,} of {compared[name]:,} values "
+                    f"differ by more than {tolerance:g} of the larger, at most by {largest:.3g} at step {worst}",
                     "other data or another order of it; another seed; other weights at the start; an order of sums "
                     "that depends on the number of ranks or micro-batches; a resume without the optimizer's state",
                 )
             )
     findings.sort(key=lambda finding: (finding.step, finding.rule))
-    beyond = [sum(not low <= step <= high for step in steps) for steps in (ours, theirs)]
     return Sameness(
         tuple(findings),
         compared,
         tuple(name for name in {**a.curves, **b.curves} if name not in both),
-        (beyond[0], beyond[1]),
+        steps.beyond,
         nonfinite,
     )
 
 
-def pairs_of(a: Sequence[Point], b: Sequence[Point]) -> Iterator[tuple[int, float, float]]:
+@dataclass(frozen=True)
+class Steps:
+    """Steps of two logs: how many both have, how many one has, in their common range and beyond it."""
+
+    both: int
+    alone: tuple[int, int]
+    first: int  # of those that are alone
+    beyond: tuple[int, int]
+
+
+def count_steps(a: Iterable[Point], b: Iterable[Point], low: int, high: int) -> Steps:
+    """Count the steps of two curves, whose common range is from `low` to `high`."""
+    both, first, alone, beyond = 0, 0, [0, 0], [0, 0]
+    for step, x, y in steps_of(a, b):
+        if not low <= step <= high:
+            beyond[0] += x is not None
+            beyond[1] += y is not None
+        elif x is None or y is None:
+            first = first if any(alone) else step
+            alone[x is None] += 1
+        else:
+            both += 1
+    return Steps(both, (alone[0], alone[1]), first, (beyond[0], beyond[1]))
+
+
+def steps_of(
+    a: Iterable[Point], b: Iterable[Point]
+) -> Iterator[tuple[int, Iterator[Point] | None, Iterator[Point] | None]]:
+    """Yield each step of two curves, whose steps rise, with its points in either; None if it has none."""
+    groups = [groupby(points, itemgetter(0)) for points in (a, b)]
+    ours, theirs = (next(each, None) for each in groups)
+    while ours is not None or theirs is not None:
+        if theirs is None or (ours is not None and ours[0] < theirs[0]):
+            assert ours is not None
+            yield ours[0], ours[1], None
+            ours = next(groups[0], None)
+        elif ours is None or theirs[0] < ours[0]:
+            yield theirs[0], None, theirs[1]
+            theirs = next(groups[1], None)
+        else:
+            yield ours[0], ours[1], theirs[1]
+            ours, theirs = next(groups[0], None), next(groups[1], None)
+
+
+def pairs_of(a: Iterable[Point], b: Iterable[Point]) -> Iterator[tuple[int, float, float]]:
     """Yield step and both values of the steps that both curves have; micro-batches of a step in their order."""
-    held = defaultdict[int, list[float]](list)
-    for step, value in b:
-        held[step].append(value)
-    taken = defaultdict[int, int](int)
-    for step, value in a:
-        at = taken[step]
-        taken[step] += 1
-        if step in held:
-            yield step, value, held[step][at] if at < len(held[step]) else other_than(value)
-    for step, values in held.items():
-        for value in values[taken[step] :] if taken[step] else ():
-            yield step, other_than(value), value
+    for step, ours, theirs in steps_of(a, b):
+        if ours is None or theirs is None:
+            continue
+        for x, y in zip_longest(ours, theirs):
+            if x is None or y is None:
+                value = (x or y)[1]
+                yield (
+                    (step, value, other_than(value))
+                    if y is None
+                    else (step, other_than(value), value)
+                )
+            else:
+                yield step, x[1], y[1]
 
 
 def other_than(value: float) -> float:
