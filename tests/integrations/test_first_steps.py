@@ -104,6 +104,9 @@ CACHES = {
         layer_class_to_replicate=cache_utils.Fp8QuantizedLayer
     ),
     "one's own": lambda config: Doubled(),
+    "a cache of caches": lambda config: cache_utils.EncoderDecoderCache(
+        cache_utils.DynamicCache(), cache_utils.DynamicCache()
+    ),
 }
 
 
@@ -119,6 +122,13 @@ def test_a_cache_that_changes_keys_is_refused(name):
         model(ids[:, :4], past_key_values=cache)
         decoded = model(ids[:, 4:], past_key_values=cache).logits
         assert isobit.bits.equal(decoded, model(ids).logits[:, 4:])
+
+
+@pytest.mark.parametrize("name", ["static", "offloaded_static"])
+def test_generate_with_a_static_cache_is_refused(name):
+    model = isobit.enable(build_model("qwen3-tiny", torch.float32))
+    with pytest.raises(UnsupportedError, match=r"(?s)static cache.*DynamicCache"):
+        model.generate(torch.arange(1, 5)[None], max_new_tokens=2, cache_implementation=name)
 
 
 def test_a_compiled_forward_has_the_bits_of_the_model():

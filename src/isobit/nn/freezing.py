@@ -141,9 +141,10 @@ def pack(frozen: Frozen, name: str, layer: torch.nn.Linear) -> None:
     try:
         frozen.add(layer)
     except ArgumentError as error:
+        copied = "copy the weights first, as those that from_pretrained maps from a file: "
+        every = "for p in module.parameters(): p.data = p.data.clone()"
         raise ArgumentError(
             expected=error.expected,
             received=f"{name}: {error.received}" if name else error.received,
-            remedy="copy the weights first, as those that from_pretrained maps from a file: "
-            "for p in module.parameters(): p.data = p.data.clone()",
+            remedy=copied + every if ".clone()" in error.remedy else error.remedy,
         ) from error

@@ -46,10 +46,11 @@ def refuse_changed_keys(cache: Any) -> None:
         None,  # layers of linear attention keep no keys
     )
     replicated = getattr(cache, "layer_class_to_replicate", None)
-    for part in (cache, *cache.layers, *([] if replicated is None else [replicated])):
+    layers = getattr(cache, "layers", [None])  # a cache of caches has none, and is refused
+    for part in (cache, *layers, *([] if replicated is None else [replicated])):
         update = getattr(part, "update", None)
-        if getattr(update, "__func__", update) not in exact:
-            kind = part if isinstance(part, type) else type(part)
+        if part is None or getattr(update, "__func__", update) not in exact:
+            kind = part if isinstance(part, type) else type(cache if part is None else part)
             raise UnsupportedError(
                 expected="a cache that keeps the bits of keys and values",
                 received=f"{type(cache).__name__} of {kind.__name__}, which may return others: where keys are rounded "

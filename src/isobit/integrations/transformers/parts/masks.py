@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from isobit.integrations.transformers.package import library
 from isobit.integrations.transformers.refusals import refuse
@@ -15,6 +15,14 @@ class Seen:
     """What a token sees of its sample: itself and all before it, or the last `window` of these."""
 
     window: int | None = None
+
+    def contiguous(self) -> NoReturn:
+        """Raise: `generate` asks for this where it has made a static cache, before it calls the model."""
+        refuse(
+            "a cache that holds the samples' keys and no more",
+            "a static cache, as of generate(cache_implementation='static')",
+            "leave cache_implementation out, or pass past_key_values=transformers.DynamicCache()",
+        )
 
 
 def read_mask(*, mask_function: Callable[..., Any], **_: Any) -> Seen:

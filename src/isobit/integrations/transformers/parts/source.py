@@ -83,7 +83,7 @@ def tree_of(function: Any) -> ast.FunctionDef:
             received=type(parsed).__name__,
             remedy="define forward as a method of the class",
         )
-    for node in ast.walk(parsed):
+    for node in walk(parsed):
         if isinstance(node, ast.FunctionDef):
             node.decorator_list = [d for d in node.decorator_list if not is_neutral(d)]
             node.returns = None
@@ -118,8 +118,21 @@ def block_of(function: Any) -> list[str]:
 
 @lru_cache(maxsize=4096)
 def nodes_of(function: Any) -> tuple[ast.AST, ...]:
-    """Return all nodes of a function's source."""
-    return tuple(ast.walk(tree_of(function)))
+    """Return all nodes of a function's source, without contexts (ast.Load, ast.Store)."""
+    return tuple(walk(tree_of(function)))
+
+
+def walk(tree: ast.AST) -> list[ast.AST]:
+    """Return the nodes of a tree, as `ast.walk` does; a survey of all types visits a million, so it is written out."""
+    found = [tree]
+    for node in found:
+        for name in node._fields:
+            value = getattr(node, name, None)
+            if isinstance(value, list):
+                found += [one for one in value if isinstance(one, ast.AST)]
+            elif isinstance(value, ast.AST) and name != "ctx":
+                found.append(value)
+    return found
 
 
 def is_neutral(decorator: ast.expr) -> bool:
