@@ -255,12 +255,16 @@ ISOBIT_CLONES void add_scaled(float* values, const VocabularyChunk& chunk, float
   tree.add(chunk.schedule, values);
 }
 
+Tensor in_engine_dtype(const Tensor& rows) {
+  return rows.to(engine_dtype(rows.scalar_type())).contiguous();
+}
+
 // The student, and what is the same in forward and backward.
 struct Inputs {
   Tensor hidden;                // [T, K], in the engine's dtype
   Tensor weight;                // [V, K]
   Tensor targets;               // [T]
-  Tensor teacher;               // [T, J] in the engine's dtype, [T, V], or [T, n]
+  Tensor teacher;               // [T, J], [T, V], or [T, n]
   std::optional<Tensor> head;   // [V, J], or none
   std::optional<Tensor> known;  // int64 [T, n], ascending, -1 for none; or none
   float inverse_temperature, beta;
@@ -277,7 +281,8 @@ struct Inputs {
 class TeacherLogits {
  public:
   virtual ~TeacherLogits() = default;
-  virtual void set_chunk(const VocabularyChunk& chunk) { chunk_ = &chunk; }
+  virtual void begin(const VocabularyChunk& chunk) { chunk_ = &chunk; }
+  virtual void end() {}
   // Writes [rows][columns] of tokens [first, first + rows) to the front of `room`.
   virtual void write(int64_t first, int64_t rows, Tensor& room) = 0;
 
@@ -290,13 +295,14 @@ class LiveTeacher : public TeacherLogits {
  public:
   explicit LiveTeacher(const Inputs& in)
       : hidden_(in.teacher), head_(*in.head), schedule_(product_schedule(hidden_.size(1))) {}
-  void set_chunk(const VocabularyChunk& chunk) override {
-    TeacherLogits::set_chunk(chunk);
-    weight_ = head_.narrow(0, chunk.begin, chunk.columns()).to(hidden_.scalar_type());
+  void begin(const VocabularyChunk& chunk) override {
+    TeacherLogits::begin(chunk);
+    weight_ = in_engine_dtype(head_.narrow(0, chunk.begin, chunk.columns()));
   }
+  void end() override { weight_ = Tensor(); }
   void write(int64_t first, int64_t rows, Tensor& room) override {
     const int64_t columns = chunk_->columns();
-    const Tensor tokens = hidden_.narrow(0, first, rows);
+    const Tensor tokens = in_engine_dtype(hidden_.narrow(0, first, rows));
     float* out = room.mutable_data_ptr<float>();  // [rows][columns]
     Product<T, float>(schedule_, matrix_view<T>(weight_, 0, 1),
                       {matrix_view<T>(tokens, 0, 1), nullptr},
@@ -354,32 +360,34 @@ std::unique_ptr<TeacherLogits> make_teacher(const Inputs& in) {
   if (in.partly()) return std::make_unique<PartlyKnownTeacher>(in);
   if (!in.head) return std::make_unique<StoredTeacher>(in);
   std::unique_ptr<TeacherLogits> made;
-  dispatch_engine_dtype(in.teacher.scalar_type(), [&](auto tag) {
+  dispatch_engine_dtype(engine_dtype(in.teacher.scalar_type()), [&](auto tag) {
     made = std::make_unique<LiveTeacher<typename decltype(tag)::type>>(in);
   });
   return made;
 }
 
 // The logits of both models of tokens [first, first + rows), one chunk of the vocabulary at a time.
-// The student's are kept for all of these tokens, the teacher's for `teacher_rows` of them.
+// The student's are kept for all of these tokens, the teacher's for `teacher_rows` of them. Where a
+// weight is converted to the engine's dtype, one model's is in memory at a time.
 template <class T>
 class BothLogits {
  public:
   BothLogits(const Inputs& in, int64_t first, int64_t rows, int64_t most)
-      : first_(first),
+      : in_(in),
+        first_(first),
         rows_(rows),
         student_(in.hidden.narrow(0, first, rows), most),
         teacher_(make_teacher(in)),
         room_(empty_tensor({std::min(rows, teacher_rows) * most}, at::kFloat)) {}
 
-  // Calls work(row, student, teacher) for each token, with logits [n] that it may change. `weight`
-  // is the student's, [n, K]. Returns the student's logits, [rows][n], valid until the next call.
+  // Calls work(row, student, teacher) for each token, with logits [n] that it may change. Returns
+  // the student's logits, [rows][n], valid until the next call.
   template <class Work>
-  float* run(const VocabularyChunk& chunk, const Tensor& weight, const Work& work) {
+  float* run(const VocabularyChunk& chunk, const Work& work) {
     const int64_t n = chunk.columns();
-    float* ours = student_.run(weight);                // [rows][n]
-    float* theirs = room_.mutable_data_ptr<float>();  // [teacher_rows][n]
-    teacher_->set_chunk(chunk);
+    float* ours = student_.run(in_.weight_of(chunk));  // [rows][n]
+    float* theirs = room_.mutable_data_ptr<float>();   // [teacher_rows][n]
+    teacher_->begin(chunk);
     for (int64_t at = 0; at < rows_; at += teacher_rows) {
       const int64_t count = std::min(teacher_rows, rows_ - at);
       teacher_->write(first_ + at, count, room_);
@@ -389,11 +397,13 @@ class BothLogits {
           work(at + row, ours + (at + row) * n, theirs + row * n);
       });
     }
+    teacher_->end();
     return ours;
   }
 
  private:
   static constexpr int64_t teacher_rows = panel_width;  // not part of the order
+  const Inputs& in_;
   int64_t first_, rows_;
   ChunkLogits<T> student_;
   std::unique_ptr<TeacherLogits> teacher_;
@@ -431,9 +441,8 @@ void forward_tokens(const Inputs& in, const std::vector<VocabularyChunk>& chunks
   std::fill_n(chosen, rows, 0.0f);
   const auto for_chunks = [&](const auto& work) {  // work(chunk, row, student, teacher)
     for (const VocabularyChunk& chunk : chunks)
-      logits.run(chunk, in.weight_of(chunk), [&](int64_t row, float* ours, float* theirs) {
-        work(chunk, row, ours, theirs);
-      });
+      logits.run(chunk,
+                 [&](int64_t row, float* ours, float* theirs) { work(chunk, row, ours, theirs); });
   };
   for_chunks([&](const VocabularyChunk& chunk, int64_t row, float* ours, float* theirs) {
     const int64_t n = chunk.columns(), target = targets[row] - chunk.begin;
@@ -501,10 +510,6 @@ void check_teacher(const Tensor& hidden, const Tensor& weight, const Tensor& tea
                describe(teacher), "call isobit.distillation_loss");
 }
 
-Tensor in_engine_dtype(const Tensor& rows) {
-  return rows.to(engine_dtype(rows.scalar_type())).contiguous();
-}
-
 // Checks what both directions are given.
 Inputs read_inputs(const Tensor& hidden, const Tensor& weight, const Tensor& targets,
                    const Tensor& teacher, const std::optional<Tensor>& head,
@@ -516,7 +521,7 @@ Inputs read_inputs(const Tensor& hidden, const Tensor& weight, const Tensor& tar
   return {in_engine_dtype(hidden),
           weight,
           targets,
-          head ? in_engine_dtype(teacher) : teacher,
+          teacher,
           head,
           known,
           1.0f / static_cast<float>(temperature),
@@ -531,8 +536,8 @@ std::tuple<Tensor, Tensor, Tensor> distillation_loss(
     const std::optional<Tensor>& head, const std::optional<Tensor>& known,
     const std::optional<Tensor>& rest, double temperature, std::string_view direction, double beta,
     const std::optional<Tensor>& /*spans*/, int64_t /*of*/) {
-  const Inputs inputs = read_inputs(hidden, weight, targets, teacher, head, known, temperature,
-                                    direction, beta);
+  const Inputs inputs =
+      read_inputs(hidden, weight, targets, teacher, head, known, temperature, direction, beta);
   const int64_t tokens = hidden.size(0);
   ISOBIT_CHECK(!known || (rest && rest->numel() == tokens && rest->is_contiguous() &&
                           rest->scalar_type() == at::kFloat),
@@ -579,19 +584,18 @@ void backward(const Inputs& in, const BackwardInputs& back, SubtreeCounter& hidd
   const float* stats = back.stats.const_data_ptr<float>();            // [T][stat_count]
   for (const VocabularyChunk& chunk : chunks) {
     const int64_t n = chunk.columns();
-    const Tensor weight = in.weight_of(chunk);
     T* grads = paired<T> ? narrow_grads.mutable_data_ptr<T>() : nullptr;  // [T][n]
-    float* ours = logits.run(chunk, weight, [&](int64_t row, float* student, float* theirs) {
+    float* ours = logits.run(chunk, [&](int64_t row, float* student, float* theirs) {
       const bool counts = targets[row] >= 0;
       const TokenGrad grad{counts ? divergence[row] * in.inverse_temperature : 0.0f,
                            counts ? logprob[row] : 0.0f, targets[row] - chunk.begin};
-      const Row given{student, theirs, n, in.inverse_temperature, in.beta,
-                      stats + row * stat_count};
+      const Row given{
+          student, theirs, n, in.inverse_temperature, in.beta, stats + row * stat_count};
       T* out = paired<T> ? grads + row * n : reinterpret_cast<T*>(student);  // [n]
       write_grads(in.direction, in.partly(), given, grad, out);
     });
     if constexpr (!paired<T>) grads = ours;
-    if (back.wants_hidden) add_hidden_grad(words, chunk, weight, grads, hidden_grad);
+    if (back.wants_hidden) add_hidden_grad(words, chunk, in.weight_of(chunk), grads, hidden_grad);
     if (back.wants_weight && back.spans.size(0) > 0)
       write_weight_grad(in.hidden, chunk, samples, grads, weight_grad);
   }
@@ -604,8 +608,8 @@ std::tuple<Tensor, Tensor> distillation_loss_backward(
     const std::optional<Tensor>& known, const Tensor& stats, const Tensor& spans,
     double temperature, std::string_view direction, double beta, bool want_hidden, bool want_weight,
     int64_t of) {
-  const Inputs inputs = read_inputs(hidden, weight, targets, teacher, head, known, temperature,
-                                    direction, beta);
+  const Inputs inputs =
+      read_inputs(hidden, weight, targets, teacher, head, known, temperature, direction, beta);
   check_spans("distillation_loss", spans, hidden.size(0));
   const GlobalBatch batch = global_batch("distillation_loss", spans, want_weight ? of : 0);
   const int64_t tokens = hidden.size(0);

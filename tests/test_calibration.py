@@ -1,12 +1,22 @@
 """Theorem: statistics of calibration have the same bits for every batch, thread count and number of ranks."""
 
 from fractions import Fraction
+from importlib.util import find_spec
 
 import pytest
 import torch
 
 from isobit import bits
-from isobit.calibration import ColumnNorms, Hessian, Ranges, gptq_statistics, inverse_factor
+from isobit.calibration import (
+    ColumnNorms,
+    Hessian,
+    Ranges,
+    gptq_statistics,
+    inverse_factor,
+    sparsegpt_statistics,
+    wanda_statistics,
+)
+from isobit.calibration.adapters import sparsify
 from isobit.errors import ArgumentError, UnsupportedError
 from isobit.foundation.machine import thread_count
 
@@ -139,9 +149,160 @@ def test_the_factor_is_right_and_does_not_depend_on_threads():
         inverse_factor(-torch.eye(3))
 
 
-def test_a_missing_tool_is_named():
-    try:
-        import llmcompressor  # noqa: F401
-    except ImportError:
-        with pytest.raises(UnsupportedError, match="llm-compressor"), gptq_statistics():
+@pytest.mark.parametrize(
+    ("adapter", "package", "name"),
+    [
+        (gptq_statistics, "llmcompressor", "llm-compressor"),
+        (sparsegpt_statistics, "llmcompressor", "llm-compressor"),
+        (wanda_statistics, "torchao", "torchao"),
+    ],
+)
+def test_a_missing_tool_is_named_and_nothing_stays_replaced(adapter, package, name):
+    before = torch.nn.Linear.forward
+    if find_spec(package) is None:
+        with pytest.raises(UnsupportedError, match=name), adapter():
             pass
+    else:
+        with adapter():
+            assert torch.nn.Linear.forward is not before
+    assert torch.nn.Linear.forward is before
+
+
+# ---- the tools themselves; each test needs its package: pip install llmcompressor==0.14.0.1 torchao==0.18.0
+
+
+def test_sparsify_prunes_as_sparsegpt_does_and_does_not_depend_on_threads():
+    make = torch.Generator().manual_seed(2)
+    x = activations().reshape(-1, COLUMNS)
+    hessian = x.T @ x / 1e4
+
+    def run(**structure):
+        layer = torch.nn.Linear(COLUMNS, 24, bias=False)
+        layer.weight.data = torch.randn(24, COLUMNS, generator=make.manual_seed(2))
+        options = {"prune_n": 0, "prune_m": 0, **structure}
+        return layer.weight.data, *sparsify(
+            layer, {layer: hessian.clone()}, 0.5, **options, block_size=16,
+            dampening_frac=0.01, preserve_sparsity_mask=False,
+        )  # fmt: skip
+
+    with thread_count(1):
+        weight, loss, one = run()
+    with thread_count(2):
+        assert bits.equal(run()[2], one)
+    # A block of 16 columns loses its threshold too: 24 · 16 / 2 + 1.
+    assert [int((part == 0).sum()) for part in one.split(16, 1)] == [193] * 4
+    assert loss > 0
+    # The layer's output changes less than if the same weights had only been set to zero.
+    plain = torch.where(one == 0, 0.0, weight)
+    errors = [float(((w - weight) @ x.T).square().sum()) for w in (one, plain)]
+    assert errors[0] < errors[1]
+    groups = run(prune_n=2, prune_m=4)[2].reshape(24, -1, 4)
+    assert bool(((groups == 0).sum(-1) == 2).all())
+    with pytest.raises(UnsupportedError, match="linear layers"):
+        sparsify(torch.nn.Conv1d(2, 2, 1), {}, 0.5, 0, 0, 16, 0.01, False)
+
+
+def llama(dtype):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
+    config = transformers.LlamaConfig(vocab_size=64, **sizes, **heads)
+    return transformers.LlamaForCausalLM(config).to(dtype).eval()
+
+
+def compressed(tmp_path, modifier, batch, threads):
+    """The weights that llm-compressor makes of 16 samples of 32 tokens."""
+    from datasets import Dataset
+    from llmcompressor import oneshot
+    from tokenizers import Tokenizer, models
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(64)}, unk_token="t0"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="t1", eos_token="t2")
+    folder = tmp_path / "model"
+    if not folder.exists():
+        llama(torch.float32).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    ids = torch.randint(0, 64, (16, 32), generator=torch.Generator().manual_seed(3)).tolist()
+    rows = [{"input_ids": row, "attention_mask": [1] * 32} for row in ids]
+    model = LlamaForCausalLM.from_pretrained(folder).eval()
+    with thread_count(threads):
+        oneshot(
+            model=model,
+            processor=tokenizer,
+            dataset=Dataset.from_list(rows),
+            recipe=[modifier()],
+            max_seq_length=32,
+            num_calibration_samples=16,
+            shuffle_calibration_samples=False,
+            batch_size=batch,
+        )
+    return {n: w.clone() for n, w in model.state_dict().items() if n.endswith("proj.weight")}
+
+
+def count_differing(one, other):
+    assert one.keys() == other.keys()
+    return sum(int((bits.as_integers(one[n]) != bits.as_integers(other[n])).sum()) for n in one)
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["gptq", "sparsegpt"])
+def test_llm_compressor_makes_one_model_for_every_batch_and_thread_count(kind, tmp_path, capsys):
+    pytest.importorskip("llmcompressor")
+    from llmcompressor.modifiers.pruning import SparseGPTModifier
+    from llmcompressor.modifiers.quantization import GPTQModifier
+
+    def modifier():
+        if kind == "gptq":
+            return GPTQModifier(targets="Linear", scheme="W4A16", ignore=["lm_head"])
+        return SparseGPTModifier(sparsity=0.5, targets=["LlamaDecoderLayer"])
+
+    adapter = {"gptq": gptq_statistics, "sparsegpt": sparsegpt_statistics}[kind]
+    runs = [(1, 1), (1, 2), (8, 1), (8, 2)]
+    stock = [compressed(tmp_path, modifier, *run) for run in (runs[0], runs[2])]
+    with adapter():
+        found = [compressed(tmp_path, modifier, *run) for run in runs]
+    total = sum(w.numel() for w in found[0].values())
+    counts = [count_differing(one, found[0]) for one in found[1:]]
+    control = count_differing(*stock)
+    with capsys.disabled():
+        print(f"\n{kind}: stock {control:,}, isobit {counts} of {total:,} weights differ")
+    assert counts == [0, 0, 0]
+    # It is the tool's own result up to roundings: hardly any weight is zero in one and not in the other.
+    apart = sum(int(((stock[0][n] == 0) != (w == 0)).sum()) for n, w in found[0].items())
+    assert apart < total / 100
+    # The control. At this size GPTQ's integers may be the same; SparseGPT keeps what it computed.
+    assert control > 0 or kind == "gptq"
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore")
+def test_torchao_wanda_makes_one_mask_for_every_batch(capsys):
+    sparsity = pytest.importorskip("torchao.sparsity")
+    x = torch.randn(64, 500, generator=torch.Generator().manual_seed(5)).bfloat16()
+
+    def mask(batch, threads=1, order=slice(None)):
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(torch.nn.Linear(500, 200, bias=False)).bfloat16()
+        with thread_count(threads):
+            sparsifier = sparsity.WandaSparsifier(sparsity_level=0.5)
+            sparsifier.prepare(model, config=None)
+            for part in x[order].split(batch):
+                model(part)
+            sparsifier.step()
+            sparsifier.squash_mask()
+        return model[0].weight == 0
+
+    control = [int((mask(64) != mask(batch)).sum()) for batch in (8, 1)]
+    with wanda_statistics():
+        whole = mask(64)
+        order = torch.randperm(64, generator=torch.Generator().manual_seed(6))
+        found = [mask(8), mask(1), mask(64, threads=2), mask(8, order=order)]
+    counts = [int((whole != one).sum()) for one in found]
+    with capsys.disabled():
+        print(f"\nWanda: stock {control}, isobit {counts} of {whole.numel():,} mask bits differ")
+    assert counts == [0] * 4
+    assert all(control)
+    assert int(whole.sum()) == whole.numel() // 2

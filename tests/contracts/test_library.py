@@ -34,8 +34,8 @@ from isobit.library.linear import claims
 ROOT = Path(__file__).parents[2]
 # How many contracts, and how many claims, require each level, and reach it where they are kept. New ones raise these;
 # no claim falls. A contract is as high as its lowest obligation.
-CONTRACTS = {2: 55, 3: 29, 4: 6}
-CLAIMS = {2: 392, 3: 226, 4: 77}
+CONTRACTS = {2: 58, 3: 32, 4: 6}
+CLAIMS = {2: 405, 3: 239, 4: 77}
 # These, and what depends on them, take three quarters of the time of all.
 LONG = {"attention-kernel-v1", "audit-v1", "exact-sum-kernel-v1", "matmul-kernel-v1"}
 

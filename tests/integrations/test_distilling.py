@@ -236,3 +236,85 @@ def test_the_gkd_trainers_loss(beta):
     assert (halves[0] + halves[1]).item() == pytest.approx(found.item(), rel=1e-6)
     with pytest.raises(UnsupportedError, match="prediction_loss_only"):
         trainer.compute_loss(student, inputs, return_outputs=True)
+
+
+def tokenizer_that_chats():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"t{i}": i for i in range(SMALL.vocabulary - 3)}
+    words |= {name: len(words) + i for i, name in enumerate(("<pad>", "<eos>", "<unk>"))}
+    plain = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=plain, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+    made.chat_template = "{% for m in messages %}{{ m['content'] + ' <eos> ' }}{% endfor %}"
+    return made
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("no_vllm")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("own_rollouts", [0.0, 1.0])
+def test_trl_s_gkd_trainer_trains(tmp_path, own_rollouts):
+    """Four steps of TRL's trainer: with TRL's data the loss is TRL's; with the student's own texts too."""
+    pytest.importorskip("trl", reason="pip install -c constraints.txt datasets trl")
+    from datasets import Dataset
+    from trl.experimental.gkd import GKDConfig
+    from trl.experimental.gkd import GKDTrainer as StockTrainer
+
+    from isobit.integrations.trl import GKDTrainer
+
+    generator = torch.Generator().manual_seed(3)
+    chats = []
+    for at in range(8):
+        said = [
+            " ".join(f"t{int(i)}" for i in torch.randint(0, 60, (n,), generator=generator))
+            for n in (2 + at % 3, 3 + at % 4)
+        ]
+        roles = zip(("user", "assistant"), said, strict=True)
+        chats.append([{"role": role, "content": text} for role, text in roles])
+
+    def train(kind, prepared):
+        student, teacher = (make_model(w, torch.float32) for w in (SMALL, LARGE))
+        if prepared:
+            for model in (student, teacher):
+                enable(model, strict=False)
+        args = GKDConfig(
+            str(tmp_path),
+            per_device_train_batch_size=2,
+            max_steps=4,
+            learning_rate=1e-3,
+            lmbda=own_rollouts,
+            beta=0.0,
+            max_new_tokens=4,
+            optim="adamw_torch",
+            report_to=[],
+            use_cpu=True,
+            save_strategy="no",
+            disable_tqdm=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            logging_steps=1,
+        )
+        trainer = kind(
+            model=student,
+            teacher_model=teacher,
+            args=args,
+            train_dataset=Dataset.from_dict({"messages": chats}),
+            processing_class=tokenizer_that_chats(),
+        )
+        trainer.train()
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        return losses, bits.digest(student)
+
+    found = train(GKDTrainer, True)
+    assert len(found[0]) == 4
+    assert all(loss > 0 for loss in found[0])
+    assert found[1] != bits.digest(make_model(SMALL, torch.float32))
+    assert train(GKDTrainer, True) == found
+    if own_rollouts == 0.0:
+        assert found[0] == pytest.approx(train(StockTrainer, False)[0], rel=1e-3)
+    with pytest.raises(UnsupportedError, match="enable"):
+        train(GKDTrainer, False)

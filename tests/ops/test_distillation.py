@@ -9,6 +9,11 @@
 knowledge-distillation-kernel-v1 judges the same on drawn inputs, with errors and planted wrong losses.
 """
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -296,3 +301,44 @@ def test_a_mean_over_a_share_is_refused():
         with pytest.raises(UnsupportedError, match="num_items"):
             distillation_loss(*given, samples=samples)
         distillation_loss(*given, samples=samples, num_items=4).backward()
+
+
+MEMORY = """
+import sys, torch, isobit
+from tests.peak_memory import peak_of
+
+torch.manual_seed(0)
+hidden, weight, other, head = (torch.randn(n, 256).bfloat16() for n in (1024, 8192) * 2)
+leaves, targets = (hidden.requires_grad_(), weight.requires_grad_()), torch.arange(1024)
+
+def plain():
+    isobit.linear_cross_entropy(*leaves, targets).backward()
+
+def distilled():
+    isobit.distillation_loss(*leaves, (other, head), targets).backward()
+
+for call in (plain, distilled):
+    call()
+    for leaf in leaves:
+        leaf.grad = None
+    print(peak_of(call)[1])
+    for leaf in leaves:
+        leaf.grad = None
+"""
+
+
+@needs_native
+@pytest.mark.full
+def test_memory_is_that_of_the_cross_entropy():
+    """Both in one process, which returns what it frees; the two gradients count as well."""
+    limits = dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), "131072")
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY],
+        env={**os.environ, **limits, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[2],
+    )
+    plain, distilled = map(int, done.stdout.split())
+    assert distilled <= 1.1 * plain, (distilled, plain)

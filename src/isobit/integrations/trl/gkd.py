@@ -9,7 +9,6 @@ counts them.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 from isobit.errors import UnsupportedError
 from isobit.integrations.transformers.distilling import distil, teacher_states
 from isobit.integrations.transformers.state import require_state
+from isobit.integrations.trl.refusals import refuse_later_adapters, refuse_liger, stock_trainer
 
 IGNORED = -100
 
@@ -40,13 +40,9 @@ class OrderedGKD:
 
     def __init__(self, *given: Any, **named: Any) -> None:
         """Create TRL's trainer, and check what it was asked for."""
+        refuse_liger(named.get("args", given[2] if len(given) > 2 else None))
+        refuse_later_adapters(named.get("peft_config"))
         super().__init__(*given, **named)
-        if getattr(self, "use_liger_gkd_loss", False):
-            raise UnsupportedError(
-                expected="use_liger_kernel=False",
-                received="Liger's loss, whose sums have an order of their own",
-                remedy="leave use_liger_kernel out: isobit's loss keeps no logits either",
-            )
         for model in (self.model, self.teacher_model):
             require_state(self.accelerator.unwrap_model(model))
 
@@ -93,14 +89,7 @@ def __getattr__(name: str) -> Any:
     """Return `GKDTrainer`: TRL's with `OrderedGKD` mixed in. TRL is imported here and not before."""
     if name != "GKDTrainer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        stock = import_module("trl.experimental.gkd").GKDTrainer
-    except ImportError as error:
-        raise UnsupportedError(
-            expected="TRL",
-            received=f"{error}",
-            remedy="pip install trl datasets; the loss is that of 1.16",
-        ) from error
+    stock = stock_trainer("GKDTrainer", "trl.experimental.gkd")
     made = type(
         "GKDTrainer", (OrderedGKD, stock), {"__doc__": OrderedGKD.__doc__, "__module__": __name__}
     )

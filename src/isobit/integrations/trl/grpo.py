@@ -13,14 +13,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from isobit.bits import as_integers
-from isobit.errors import UnsupportedError
 from isobit.integrations.transformers.parts.lora import adapter_state
 from isobit.integrations.transformers.scoring import logprobs, logprobs_and_entropy
 from isobit.integrations.transformers.state import require_state
@@ -31,6 +29,7 @@ from isobit.integrations.trl.refusals import (
     refuse_later_adapters,
     refuse_policies,
     refuse_stock_vllm,
+    stock_trainer,
 )
 from isobit.integrations.vllm.rollouts import Rollouts
 from isobit.sampling.support import Truncation
@@ -274,14 +273,7 @@ def __getattr__(name: str) -> Any:
     """Return `GRPOTrainer`: TRL's with `OrderedGRPO` mixed in. TRL is imported here and not before."""
     if name != "GRPOTrainer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        stock = import_module("trl").GRPOTrainer
-    except ImportError as error:
-        raise UnsupportedError(
-            expected="TRL",
-            received=f"{error}",
-            remedy="pip install trl datasets; tested with 1.16",
-        ) from error
+    stock = stock_trainer("GRPOTrainer")
     made = type(
         "GRPOTrainer",
         (OrderedGRPO, stock),

@@ -1,18 +1,41 @@
-"""What TRL's trainer can be asked for and isobit does not score, each refused by name."""
+"""What all trainers of TRL share: where they come from, and what isobit does not compute, each refused by name."""
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 from isobit.errors import UnsupportedError
 
 
+def stock_trainer(name: str, module: str = "trl") -> Any:
+    """Return a trainer of TRL, which is imported here and not before."""
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise UnsupportedError(
+            expected=f"TRL, with {module}.{name}",
+            received=f"{error}",
+            remedy="pip install trl datasets; tested with 1.16",
+        ) from error
+
+
+def refuse_liger(args: Any) -> None:
+    """Raise for Liger's losses, whose sums have an order of their own."""
+    if getattr(args, "use_liger_kernel", False):
+        raise UnsupportedError(
+            expected="use_liger_kernel=False",
+            received="Liger's loss, whose sums have an order of their own",
+            remedy="leave use_liger_kernel out: isobit's loss keeps no logits either",
+        )
+
+
 def refuse_policies(args: Any) -> None:
     """Raise for options under which the policy that samples is not the one that is scored."""
+    refuse_liger(args)
     asked: dict[str, tuple[Any, tuple[Any, ...]]] = {
         "min_p": (getattr(args, "min_p", None), (None, 0.0)),
         "repetition_penalty": (getattr(args, "repetition_penalty", 1.0), (None, 1.0)),
-        "use_liger_kernel": (getattr(args, "use_liger_kernel", False), (False,)),
         "use_transformers_continuous_batching": (
             getattr(args, "use_transformers_continuous_batching", False),
             (False,),

@@ -9,13 +9,12 @@ terms −log σ(z) are −log_softmax of (z, 0), and their sum is exact, divided
 from __future__ import annotations
 
 from functools import partial
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from isobit.errors import UnsupportedError
+from isobit.integrations.trl.refusals import refuse_later_adapters, refuse_liger, stock_trainer
 from isobit.ops.exact_sum.op import exact_sum
 from isobit.ops.log_softmax.op import log_softmax
 from isobit.ops.logprob.loss import divisor
@@ -52,14 +51,7 @@ def known_outputs(outputs: Any, **_: Any) -> Any:
 
 def make_trainer() -> type:
     """Return TRL's RewardTrainer over isobit's OrderedTrainer."""
-    try:
-        stock = import_module("trl").RewardTrainer
-    except ImportError as error:
-        raise UnsupportedError(
-            expected="TRL",
-            received=f"{error}",
-            remedy="pip install trl datasets; tested with 1.16",
-        ) from error
+    stock = stock_trainer("RewardTrainer")
     from isobit.integrations.transformers.trainer import OrderedTrainer
     from isobit.parallel.data.global_batch import GlobalBatch
 
@@ -79,6 +71,8 @@ def make_trainer() -> type:
 
         def __init__(self, *given: Any, **named: Any) -> None:
             """Create TRL's trainer, and check model and options."""
+            refuse_liger(named.get("args", given[1] if len(given) > 1 else None))
+            refuse_later_adapters(named.get("peft_config"))
             super().__init__(*given, **named)
             self.model_accepts_loss_kwargs = True  # the loss is divided here, not by the Trainer
 

@@ -333,7 +333,7 @@ def by_threads(base: Tensor, a: Tensor, b: Tensor, method: str = "linear", **mor
 
 
 def mergekit(base: Tensor, a: Tensor, b: Tensor, method: str = "linear", **more: Any) -> Tensor:
-    """Merge DARE as mergekit 0.1.5 does: masks from one generator, call after call, and a factor from sums in 16 bits."""
+    """Merge DARE as mergekit 0.1.5 does: masks of one generator, a factor of sums in the dtype of the models."""
     if method != "dare_linear":
         return merge(base, a, b, method, **more)
     density, weights = more.get("density", 0.5), more.get("weight", (0.4, 0.6))

@@ -161,7 +161,9 @@ def of_file(*_: Tensor, path: str = "tokenizer.json") -> Any:
     return opened(path)
 
 
-def count_retokenised(made: Any, count: int = 1000, length: int = 8, seed: int = 0) -> tuple[int, int]:
+def count_retokenised(
+    made: Any, count: int = 1000, length: int = 8, seed: int = 0
+) -> tuple[int, int]:
     """Count drawn sequences of ids that become other ids when they are decoded and encoded again.
 
     A model may draw any of them; a trainer that tokenizes the text of a rollout again then scores other tokens. It is
