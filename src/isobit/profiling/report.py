@@ -170,6 +170,22 @@ def lines_of_bricks(rank: RankProfile) -> Iterator[str]:
         if known:
             line += f"; the rest runs at {bounds / known:.0%} of its bound"
         yield line
+        if any(brick.order for brick in rank.bricks):
+            yield (
+                f"  by the names of kernels the order of addition depends on: {words_of_orders(rank)}; isobit audit "
+                "compares bits"
+            )
+
+
+def words_of_orders(rank: RankProfile) -> str:
+    """Return the shares of the time of kernels and collectives by what the order of their sums depends on."""
+    found: dict[str, int] = {}
+    for brick in rank.bricks:
+        if brick.order:
+            found[brick.order] = found.get(brick.order, 0) + brick.ns
+    total = sum(found.values())
+    parts = sorted(found.items(), key=lambda part: -part[1])
+    return ", ".join(f"{name} {share(ns, total)}" for name, ns in parts)
 
 
 def sentence_of(account: Account) -> str:
@@ -396,7 +412,7 @@ def write_bricks(bricks: tuple[Brick, ...], total: int) -> str:
     rest = f"<p>… and {many(more, 'more brick')}; --json has all</p>" if more > 0 else ""
     return (
         '<div class="wide"><table><tr><th>brick<th class="number">calls<th class="number">ms<th class="number">of the '
-        f"work<th>of its bound<th>mostly in{rows}</table></div>{rest}"
+        f"work<th>of its bound<th>order of addition<th>mostly in{rows}</table></div>{rest}"
     )
 
 
@@ -410,10 +426,11 @@ def write_brick(brick: Brick, total: int) -> str:
         words = "data in the cache" if brick.bound_by == "cache" else "no bound known"
         bound = f'<span class="mute">{words}</span>'
     shapes = escape(" ".join(filter(None, (brick.shapes, brick.dtypes))))
+    order = f'<span title="{escape(brick.order_words)}">{escape(brick.order)}</span>'
     return (
         f'<tr><td class="name">{escape(brick.operator)} <span class="mute">{shapes}</span>'
         f'<td class="number">{brick.calls:,}<td class="number">{milliseconds(brick.ns)}'
-        f'<td class="number">{share(brick.ns, total)}<td>{bound}<td>{escape(brick.module)}'
+        f'<td class="number">{share(brick.ns, total)}<td>{bound}<td>{order}<td>{escape(brick.module)}'
     )
 
 
