@@ -81,8 +81,11 @@ def test_decode_and_prefill_of_a_server_use_other_kernels_for_every_projection()
     """Qwen3-8B on SGLang: the same weights, and no kernel of a product in common."""
     names = ("decode", "prefill")
     found = compare(*(CORPUS / f"sglang_qwen3-8b_MI300X_{name}.json.gz" for name in names))
-    (note,) = found.notes
+    note, tiles = found.notes
     assert note.startswith("5 of 5 kernels of matrix products in A are not in B, which has 4")
+    assert "16x32x512" in tiles
+    assert "128x256x32" in tiles
+    assert "0 in both" in tiles
 
 
 def test_equal_runs_differ_in_nothing(tmp_path):

@@ -4,7 +4,7 @@ import pytest
 
 from isobit.cli.main import main
 from isobit.profiling.api import profile
-from isobit.profiling.findings import FAMILIES, order_of
+from isobit.profiling.order_names import FAMILIES, order_of, tile_of
 from tests.profiling.planted_delays import LOADER
 from tests.profiling.synthetic import CORPUS, Chrome
 from tests.profiling.test_ranks import profiled, run_of
@@ -193,24 +193,47 @@ def test_one_rank_of_several_has_exposed_communication_that_cannot_be_told(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("kernel", "word"),
+    ("kernel", "on", "tile"),
     [
-        ("void splitKreduce_kernel<32, 16, int, float>", "split-K"),
-        ("void at::native::indexing_backward_kernel<float, 4>(long const*)", "atomics"),
-        ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel", "atomics"),
-        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevComm*)", "ranks"),
-        ("void gemv2T_kernel_val<int, float>", "few rows"),
-        ("Cijk_Alik_Bljk_BBS_BH_UserArgs_MT256x192x64_GSU0", "cannot be told"),
-        ("cutlass_80_tensorop_s1688gemm_64x64_streamk", "stream-K"),
-        ("void at::native::vectorized_elementwise_kernel<4>", ""),
-        ("ncclDevKernel_AllGather_RING_LL", ""),
-        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", ""),
+        ("void splitKreduce_kernel<32, 16, int, float>", "shape", ""),
+        ("volta_scudnn_128x128_stridedB_splitK_small_nn_v1", "shape", "128x128"),
+        ("void at::native::indexing_backward_kernel<float, 4>(long const*)", "run", ""),
+        ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel", "run", ""),
+        ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64>>", "tile", ""),
+        ("void pytorch_flash::flash_fwd_splitkv_kernel<64>", "shape", ""),
+        ("void paged_attention_ll4mi_QKV_mfma16_kernel<bf16>", "shape", ""),
+        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevComm*)", "ranks", ""),
+        ("void gemv2T_kernel_val<int, float>", "shape", ""),
+        ("Cijk_Alik_Bljk_BBS_BH_UserArgs_MT256x192x64_GSU0", "unknown", "256x192x64"),
+        ("cutlass_80_tensorop_s1688gemm_64x64_streamk", "shape", "64x64"),
+        ("cutlass_80_tensorop_bf16_s16816gemm_bf16_128x64_64x4_nn_align8", "tile", "128x64x64"),
+        ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT", "tile", "128x256x64"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "tile", "128x128x64"),
+        ("bmm_MxE4m3_MxE2m1MxE4m3_Fp32_t128x16x256u2_s3_et128x16", "tile", "128x16x256"),
+        ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>", "shape", ""),
+        ("void at::native::vectorized_layer_norm_kernel<float>", "row length", ""),
+        ("void at::native::vectorized_elementwise_kernel<4>", "no sum", ""),
+        ("ncclDevKernel_AllGather_RING_LL", "no sum", ""),
+        ("ncclDevKernel_Generic", "unknown", ""),
+        ("triton__0d1d2d3d", "unknown", ""),
+        ("my_kernel", "unknown", ""),
     ],
 )
-def test_names_of_kernels_say_what_is_known_of_their_order(kernel, word):
-    assert word in order_of(kernel)
-    assert bool(order_of(kernel)) == bool(word)
-    assert all(family.source for family in FAMILIES)
+def test_names_of_kernels_say_what_is_known_of_their_order(kernel, on, tile):
+    assert (order_of(kernel).on, tile_of(kernel)) == (on, tile)
+    assert all(family.order.source and family.order.words for family in FAMILIES)
+
+
+def test_a_brick_has_the_order_of_its_kernels(tmp_path, capsys):
+    """A short split-K reduction decides the order of a product whose longest kernel is a tile."""
+    chrome = busy(steps=1)
+    chrome.kernel("void splitKreduce_kernel<32, 16>", 1000, 1010, launched=7)
+    chrome.step(1, 1000, 1010)
+    (rank,) = profile([chrome.write(tmp_path / "t.json")]).ranks
+    (product,) = (brick for brick in rank.bricks if brick.operator == "aten::mm")
+    assert (product.order, product.order_words.partition(":")[0]) == ("shape", "split-K")
+    assert main(["profile", str(tmp_path / "t.json")]) == 0
+    assert "the order of addition depends on: shape 100.0%" in capsys.readouterr().out
 
 
 def test_order_dependent_kernels_are_said_and_are_no_failure(tmp_path):

@@ -3,8 +3,10 @@
 import re
 
 from isobit.cli.main import main
+from isobit.profiling.api import profile
 from isobit.profiling.report import write_profile_page
 from tests.profiling.synthetic import one_step
+from tests.profiling.test_findings import busy
 from tests.profiling.test_ranks import profiled, run_of
 
 
@@ -55,3 +57,46 @@ def test_two_runs_have_no_report(tmp_path, capsys):
     assert main(words) == 2
     assert "two runs to compare" in capsys.readouterr().err
     assert not (tmp_path / "c.html").exists()
+
+
+def roofline_of(chrome, folder):
+    page = write_profile_page(profile([chrome.write(folder / "t.json")]))
+    return re.search(r'<svg class="roof wide".*?</svg>', page, re.S), page
+
+
+def test_bricks_are_drawn_below_the_roof_as_far_as_they_are_from_it(tmp_path):
+    """A product at 56 % of its bound, one at 14 %, and an operator that only moves data."""
+    chrome = busy(steps=1)
+    shapes = [[8192, 8192], [8192, 4096]]
+    chrome.operator("aten::mm", 1000, 1008, [[8192, 8192], [8192, 4095]], ["c10::BFloat16"] * 2)
+    chrome.kernel("sm90_gemm", 1010, 5000, launched=1008)
+    chrome.operator("aten::mul", 5000, 5008, shapes[:1] * 2, ["c10::BFloat16"] * 2)
+    chrome.kernel("k", 5010, 5400, launched=5008)
+    chrome.step(1, 1000, 5400)
+    found, page = roofline_of(chrome, tmp_path)
+    text = found[0]
+    roof = [
+        float(y)
+        for y in re.search(r'polyline class="line" points="([^"]+)"', text)[1]
+        .replace(",", " ")
+        .split()
+    ][5]
+    circles = re.findall(r'<circle class="(\w*)" cx="([\d.]+)" cy="([\d.]+)"', text)
+    kinds = {kind for kind, _, _ in circles}
+    assert len(circles) == 3
+    assert kinds == {"", "slow"}
+    assert all(float(y) > roof for _, _, y in circles)  # downwards in SVG
+    assert page.count('<svg class="roof') == 2  # for wide and for narrow pages
+    assert "prefers-color-scheme:dark" in page
+    assert "14% of the bound by bf16 products" in page
+
+
+def test_nothing_is_drawn_without_rates_or_bounds(tmp_path):
+    assert roofline_of(busy(device={"name": "a GPU of tomorrow"}), tmp_path)[0] is None
+    assert roofline_of(one_step(), tmp_path)[0] is None
+
+
+def test_one_half_is_drawn_alone(tmp_path):
+    found, _ = roofline_of(busy(), tmp_path)
+    assert "only move data" not in found[0]
+    assert "TFLOP/s" in found[0]

@@ -14,6 +14,7 @@ from isobit.profiling.bounds import machine_of
 from isobit.profiling.bricks import blocks_of, bricks_of
 from isobit.profiling.collectives import Replay, blamed, causes_of, judge, match
 from isobit.profiling.findings import find_all
+from isobit.profiling.order_names import tile_of
 from isobit.profiling.records import Account, Comparison, CoreTime, Profile, RankProfile, Row
 from isobit.profiling.trace import Step, Trace, core_times_of, read_traces, steps_of
 
@@ -83,7 +84,20 @@ def notes_of(left: Profile, right: Profile) -> list[str]:
             f"{len(after)}: "
             "they may add in a different order, so that bits differ; isobit audit compares them"
         )
+    tiles = {tile_of(name) for name in before} - {""}, {tile_of(name) for name in after} - {""}
+    if tiles[0] and tiles[1] and tiles[0] != tiles[1]:
+        notes.append(
+            f"tiles of matrix products: {name_tiles(tiles[0] - tiles[1])} only in A, {name_tiles(tiles[1] - tiles[0])} "
+            f"only in B, {len(tiles[0] & tiles[1])} in both; the tile decides how a sum is cut"
+        )
     return notes
+
+
+def name_tiles(tiles: set[str]) -> str:
+    """Return up to six tiles as text."""
+    shown = sorted(tiles)[:6]
+    more = f" and {len(tiles) - len(shown)} more" if len(tiles) > len(shown) else ""
+    return (", ".join(shown) or "none") + more
 
 
 def product_kernels(rank: RankProfile) -> set[str]:

@@ -279,11 +279,14 @@ class Bound:
         ns: If its data come from memory.
         by: What sets it.
         strict: Whatever the cache holds.
+        flops, moved: Operations and bytes that it needs.
     """
 
     ns: int
     by: str
     strict: int
+    flops: int = 0
+    moved: int = 0
 
 
 def least_time(need: Need, machine: Machine) -> Bound:
@@ -291,7 +294,8 @@ def least_time(need: Need, machine: Machine) -> Bound:
     computing = need.flops / machine.flops(need.rate) * 1e9
     moving, uncached = memory_times(need.bytes, machine)
     by = f"{need.rate} products" if computing > moving else "memory"
-    return Bound(int(max(computing, moving)), by, int(max(computing, uncached)))
+    longest, strict = int(max(computing, moving)), int(max(computing, uncached))
+    return Bound(longest, by, strict, need.flops, need.bytes)
 
 
 def memory_times(size: int, machine: Machine) -> tuple[float, float]:

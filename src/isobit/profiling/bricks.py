@@ -6,6 +6,7 @@ import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -20,6 +21,7 @@ from isobit.profiling.account import (
     tiles,
 )
 from isobit.profiling.bounds import Bound, Machine, least_copy, least_time, machine_of, need_of
+from isobit.profiling.order_names import DEPENDENT, NO_SUM, Order, order_of, tile_of
 from isobit.profiling.records import Block, Brick
 from isobit.profiling.trace import Event, Step, Trace
 
@@ -35,15 +37,18 @@ class Growing:
         self.kind, self.operator, self.shapes, self.dtypes = kind, operator, shapes, dtypes
         self.calls: dict[int, Event | None] = {}
         self.kernels: Counter[str] = Counter()
+        self.names: Counter[str] = Counter()  # of kernels, in full
         self.modules: Counter[str] = Counter()
         self.slices, self.ns, self.wall, self.size = 0, 0, 0, 0
         self.bound, self.strict, self.bounded, self.by = 0, 0, True, ""
+        self.flops, self.moved = 0, 0
 
     def finish(self) -> Brick:
         """Return the record."""
         module = self.modules.most_common(1)[0][0] if self.modules else ""
         known = self.bounded and self.bound > 0
         cached = known and self.ns < self.bound
+        order = self.order()
         return Brick(
             kind=self.kind,
             operator=self.operator,
@@ -59,7 +64,21 @@ class Growing:
             bound_by="" if not known else "cache" if cached else self.by,
             strict=self.strict if known else 0,
             kernels=tuple(name for name, _ in self.kernels.most_common(3)),
+            order=order.on if order else "",
+            order_words=order.words if order else "",
+            flops=self.flops if known else 0,
+            moved=self.moved if known else 0,
         )
+
+    def order(self) -> Order | None:
+        """Return the order of addition by the names of kernels: one that depends on something, else the longest's."""
+        if self.kind not in ("kernel", "collective") or not self.names:
+            return None
+        names = [name for name, _ in self.names.most_common()]
+        orders = [order_of(name) for name in names]
+        found = next((one for one in orders if one.on in DEPENDENT), orders[0])
+        tile = next(filter(None, map(tile_of, names)), "") if found.on != NO_SUM else ""
+        return replace(found, words=f"tile {tile}; {found.words}") if tile else found
 
 
 def bricks_of(books: Books, steps: Sequence[Step]) -> tuple[Brick, ...]:
@@ -162,6 +181,8 @@ def add(brick: Growing, event: Event, operator: Event | None, machine: Machine |
     brick.slices += 1
     brick.size += event.size
     brick.kernels[short(event.name)] += ns
+    if event.kind == "kernel":
+        brick.names[event.name] += ns
     host = event.launch if event.kind != "operator" else event
     if host is not None and host.module:
         brick.modules[host.module] += ns
@@ -177,6 +198,8 @@ def add(brick: Growing, event: Event, operator: Event | None, machine: Machine |
         else:
             brick.bound += bound.ns
             brick.strict += bound.strict
+            brick.flops += bound.flops
+            brick.moved += bound.moved
             brick.by = bound.by
 
 

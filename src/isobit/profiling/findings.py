@@ -1,88 +1,19 @@
-"""What a kernel's name says about its order of addition.
-
-A name proves nothing: `isobit audit` runs an operator again and compares bits. But some families are known to choose
-the order by the shape, by the number of ranks or by which thread comes first, and a trace shows that they ran.
-"""
+"""Findings: what costs time in a profile, by rules with limits, evidence and a remedy each."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import replace
 from math import exp, log
 from statistics import median_high, median_low
 
 from isobit.profiling import account as causes
 from isobit.profiling.account import Books
 from isobit.profiling.bounds import PRODUCTS
+from isobit.profiling.order_names import DEPENDENT, order_of
 from isobit.profiling.records import Brick, Collective, Finding, Profile, RankProfile, Slice
 from isobit.profiling.trace import Step, Trace
-
-# What a kernel's name says about its order of addition.
-#
-# A name proves nothing: `isobit audit` runs an operator again and compares bits. But some families
-# are known to choose the order by the shape, by the number of ranks or by which thread comes first,
-# and a trace shows that they ran.
-
-
-@dataclass(frozen=True)
-class Family:
-    """Kernels whose names match, what is known of their order of addition, and where that is written."""
-
-    pattern: re.Pattern[str]
-    order: str
-    source: str
-
-
-FAMILIES = (
-    Family(
-        re.compile(r"splitKreduce|split_?k_?reduce|reduceSplitK", re.I),
-        "split-K: the number of partial sums depends on the shape",
-        "cuBLAS: heuristics choose split-K by the sizes of a product",
-    ),
-    Family(
-        re.compile(r"stream_?k", re.I),
-        "stream-K: where a sum is cut depends on the shape and the number of processors",
-        "Osama et al., Stream-K, PPoPP 2023",
-    ),
-    Family(
-        re.compile(r"^Cijk_", re.I),
-        "cannot be told from the name: split-K (GSU) is an argument at run time",
-        "Tensile: GlobalSplitU with UserArgs",
-    ),
-    Family(
-        re.compile(
-            r"indexing_backward|embedding_backward(?!.*(?:sort|segment))|scatter_add|index_add|index_put.*accum",
-            re.I,
-        ),
-        "atomics: the order differs from run to run",
-        "torch.use_deterministic_algorithms, list of operators",
-    ),
-    Family(
-        re.compile(r"(?:flash|fmha|attn).*bwd|flash_bwd", re.I),
-        "atomics in the gradient of the queries, unless deterministic=True",
-        "flash-attention: deterministic backward",
-    ),
-    Family(
-        re.compile(r"nccl.*(?:AllReduce|ReduceScatter|_Reduce_)", re.I),
-        "reduction over ranks: the order depends on their number, the algorithm and the size",
-        "NCCL: ring and tree algorithms are chosen by size and topology",
-    ),
-    Family(
-        re.compile(r"\bgemv|gemmSN|gemmk1|::dot_kernel", re.I),
-        "the path of few rows: larger batches use another kernel",
-        "cuBLAS: gemv and small-N kernels serve products with few rows",
-    ),
-)
-
-
-@lru_cache(maxsize=1 << 16)  # a trace has few names
-def order_of(kernel: str) -> str:
-    """Return what is known of the order of addition of a kernel, or nothing."""
-    return next((family.order for family in FAMILIES if family.pattern.search(kernel)), "")
-
 
 HOST = (causes.LAUNCHING, causes.OPERATORS, causes.PYTHON, causes.OPTIMIZER)
 MOST_SLICES = 3
@@ -415,12 +346,13 @@ def of_orders(rank: RankProfile, trace: Trace) -> Iterator[Finding]:
     """Yield which kernels add in an order that depends on something; this costs no time."""
     found: Counter[str] = Counter()
     for event in trace.device:
-        if event.kind == "kernel" and (order := order_of(event.name)):
-            found[order] += event.duration
+        order = order_of(event.name)
+        if event.kind == "kernel" and order.on in DEPENDENT:
+            found[order.words] += event.duration
     total = sum(event.duration for event in trace.device)
-    for order, ns in found.most_common():
-        if ns >= ORDER * total and not order.startswith("cannot be told"):
-            detail = f"kernels whose names say how they add: {order}"
+    for words, ns in found.most_common():
+        if ns >= ORDER * total:
+            detail = f"kernels whose names say how they add: {words}"
             said = finding(
                 "order-dependent", rank.rank, 0, total, detail, severity="info", cost="none"
             )

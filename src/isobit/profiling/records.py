@@ -90,8 +90,12 @@ class Brick:
         bound: Nanoseconds that all calls take at least; 0 if no bound is known.
         bound_by: What sets the bound: "memory", "bf16 products", "host link"; "cache" if it was faster than memory, so
             that the bound does not apply.
+        flops, moved: Operations and bytes that all calls need, where known.
         strict: Nanoseconds that it takes at least even if the cache holds what it can.
         kernels: Up to three kernels, the longest first.
+        order: What the order of addition depends on, by the names of its kernels: "row length", "tile", "shape",
+            "ranks", "run", "no sum" or "unknown"; "" on a CPU, whose kernels have no names in a trace.
+        order_words: The same as a sentence, with the tile where the name has it.
     """
 
     kind: str
@@ -108,6 +112,10 @@ class Brick:
     bound_by: str = ""
     strict: int = 0
     kernels: tuple[str, ...] = ()
+    order: str = ""
+    order_words: str = ""
+    flops: int = 0
+    moved: int = 0
 
     @property
     def of_bound(self) -> float | None:

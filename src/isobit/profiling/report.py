@@ -15,6 +15,7 @@ from isobit.profiling.records import (
     Profile,
     RankProfile,
 )
+from isobit.profiling.roofline import STYLE, write_roofline
 from isobit.report.markup import FOOTER_STYLE, as_footer, escape
 
 MOST_RANKS = 3  # the longest; --html and --json have all
@@ -170,6 +171,22 @@ def lines_of_bricks(rank: RankProfile) -> Iterator[str]:
         if known:
             line += f"; the rest runs at {bounds / known:.0%} of its bound"
         yield line
+        if any(brick.order for brick in rank.bricks):
+            yield (
+                f"  by the names of kernels the order of addition depends on: {words_of_orders(rank)}; isobit audit "
+                "compares bits"
+            )
+
+
+def words_of_orders(rank: RankProfile) -> str:
+    """Return the shares of the time of kernels and collectives by what the order of their sums depends on."""
+    found: dict[str, int] = {}
+    for brick in rank.bricks:
+        if brick.order:
+            found[brick.order] = found.get(brick.order, 0) + brick.ns
+    total = sum(found.values())
+    parts = sorted(found.items(), key=lambda part: -part[1])
+    return ", ".join(f"{name} {share(ns, total)}" for name, ns in parts)
 
 
 def sentence_of(account: Account) -> str:
@@ -226,13 +243,13 @@ td.number,th.number{{text-align:right;font-variant-numeric:tabular-nums;white-sp
 .found.info{{border-left-color:var(--mute)}}.found p{{margin:.15rem 0;overflow-wrap:anywhere}}
 @media (max-width:560px){{.rank{{grid-template-columns:1fr auto}}.rank .bar{{grid-column:1/-1;grid-row:2}}}}
 code{{font:13px ui-monospace,Menlo,Consolas,monospace}}
-{footer_style}</style>
+{footer_style}{roof_style}</style>
 <h1>{title}</h1><p class="verdict {tone}">{verdict}</p>
 <h2>What costs time</h2>{findings}
 <h2>Where the steps went</h2><p class="mute">Each bar is all steps of a rank; its parts add up to them to the
 nanosecond.</p>{ranks}
 {collectives}
-<h2>Bricks of rank {rank}</h2><p class="mute">{bounds}</p>{bricks}
+<h2>Bricks of rank {rank}</h2><p class="mute">{bounds}</p>{roofline}{bricks}
 {blocks}{notes}{origin}</html>
 """
 COLOURS = {
@@ -289,6 +306,8 @@ def write_profile_page(profile: Profile, origin: Provenance | None = None) -> st
         collectives=write_collectives(profile),
         rank=first.rank,
         bounds=escape(words_of_bounds(profile)),
+        roofline=write_roofline(first),
+        roof_style=STYLE,
         bricks=write_bricks(first.bricks, first.device_time),
         blocks=write_blocks(profile),
         notes=f"<h2>Notes</h2><ul>{items}</ul>" if items else "",
@@ -396,7 +415,7 @@ def write_bricks(bricks: tuple[Brick, ...], total: int) -> str:
     rest = f"<p>… and {many(more, 'more brick')}; --json has all</p>" if more > 0 else ""
     return (
         '<div class="wide"><table><tr><th>brick<th class="number">calls<th class="number">ms<th class="number">of the '
-        f"work<th>of its bound<th>mostly in{rows}</table></div>{rest}"
+        f"work<th>of its bound<th>order by<th>mostly in{rows}</table></div>{rest}"
     )
 
 
@@ -410,10 +429,11 @@ def write_brick(brick: Brick, total: int) -> str:
         words = "data in the cache" if brick.bound_by == "cache" else "no bound known"
         bound = f'<span class="mute">{words}</span>'
     shapes = escape(" ".join(filter(None, (brick.shapes, brick.dtypes))))
+    order = f'<span style="white-space:nowrap" title="{escape(brick.order_words)}">{escape(brick.order)}</span>'
     return (
         f'<tr><td class="name">{escape(brick.operator)} <span class="mute">{shapes}</span>'
         f'<td class="number">{brick.calls:,}<td class="number">{milliseconds(brick.ns)}'
-        f'<td class="number">{share(brick.ns, total)}<td>{bound}<td>{escape(brick.module)}'
+        f'<td class="number">{share(brick.ns, total)}<td>{bound}<td>{order}<td>{escape(brick.module)}'
     )
 
 

@@ -1,0 +1,166 @@
+"""What a kernel's name says about its order of addition.
+
+A name proves nothing: `isobit audit` runs an operator again and compares bits. But some families are known to choose
+the order by the shape, by the number of ranks or by which thread comes first, and a trace shows that they ran. Names
+that belong to no family are unknown, and are said to be.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+
+# What the order of a family's sums depends on.
+ROW, TILE, SHAPE, RANKS, RUN = "row length", "tile", "shape", "ranks", "run"
+NO_SUM, UNKNOWN = "no sum", "unknown"
+DEPENDENT = (SHAPE, RANKS, RUN)  # these are findings; a tile is one only next to another trace
+
+
+@dataclass(frozen=True)
+class Order:
+    """What the order of a kernel's sums depends on, in one word and in a sentence, and where that is written."""
+
+    on: str
+    words: str
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Family:
+    """Kernels whose names match, and their order."""
+
+    pattern: re.Pattern[str]
+    order: Order
+
+
+def family(pattern: str, on: str, words: str, source: str) -> Family:
+    """Return a family of kernels."""
+    return Family(re.compile(pattern, re.I), Order(on, words, source))
+
+
+# The first that matches counts: what splits a sum comes before what computes a tile of it.
+FAMILIES = (
+    family(
+        r"splitKreduce|split_?k_?reduce|reduceSplitK|_splitK_|splitk_gemm",
+        SHAPE,
+        "split-K: the number of partial sums depends on the shape",
+        "cuBLAS and cuDNN: heuristics choose split-K by the sizes of a product",
+    ),
+    family(
+        r"stream_?k",
+        SHAPE,
+        "stream-K: where a sum is cut depends on the shape and the number of processors",
+        "Osama et al., Stream-K, PPoPP 2023",
+    ),
+    family(
+        r"^Cijk_",
+        UNKNOWN,
+        "cannot be told from the name: split-K (GSU) is an argument at run time",
+        "Tensile: GlobalSplitU with UserArgs",
+    ),
+    family(
+        r"indexing_backward|embedding_backward(?!.*(?:sort|segment|codegen))|scatter_add|index_add|index_put.*accum|"
+        r"atomic",
+        RUN,
+        "atomics: the order differs from run to run",
+        "torch.use_deterministic_algorithms, list of operators",
+    ),
+    family(
+        r"(?:flash|fmha|attn).*bwd|flash_bwd",
+        RUN,
+        "atomics in the gradient of the queries, unless deterministic=True",
+        "flash-attention: deterministic backward",
+    ),
+    family(
+        r"flash_fwd_splitkv|splitkv|paged_attention|BatchDecodeWith|decode_att|kernel_unified_attention_3d",
+        SHAPE,
+        "split keys: how many parts a row's keys have depends on their length, the batch and the processors",
+        "flash-attention num_splits_heuristic; vLLM paged_attention_v2; FlashInfer's plan",
+    ),
+    family(
+        r"flash_fwd|fmha.*(?:fwd|prefill)|^attn_fwd",
+        TILE,
+        "keys are added in tiles of one size, in their order; the tile is chosen by head size, mask and device",
+        "flash-attention: run_mha_fwd_hdim*, kBlockN",
+    ),
+    family(
+        r"nccl.*(?:AllReduce|ReduceScatter|_Reduce_)|all_?reduce_kernel|cross_device_reduce",
+        RANKS,
+        "reduction over ranks: the order depends on their number, the algorithm and the size",
+        "NCCL: ring and tree algorithms are chosen by size and topology; vLLM and torch: one or two shots by size",
+    ),
+    family(
+        r"ncclDevKernel_Generic",
+        UNKNOWN,
+        "cannot be told from the name: RCCL runs every collective under it",
+        "RCCL: one generic kernel",
+    ),
+    family(
+        r"\bgemv|gemmSN|gemmk1|::dot_kernel",
+        SHAPE,
+        "the path of few rows: larger batches use another kernel",
+        "cuBLAS: gemv and small-N kernels serve products with few rows",
+    ),
+    family(
+        r"fused_moe_kernel|moe_gemm|^bmm_\w+_t\d+x\d+x\d+",
+        TILE,
+        "the tile is chosen by the number of tokens of an expert",
+        "vLLM get_default_config and tuned JSON files by M; TensorRT-LLM tile_tokens_dim",
+    ),
+    family(
+        r"wgrad|dgrad|scudnn|winograd|convolve|implicit_gemm|igemm_|conv_fwd|bwd_weight",
+        SHAPE,
+        "the algorithm of a convolution is chosen by its shapes, or by a search",
+        "cuDNN heuristics and torch.backends.cudnn.benchmark; MIOpen's find mode",
+    ),
+    family(
+        r"gemm|nvjet|cutlass.*Kernel|_xmma_|wmma",
+        TILE,
+        "the tile is chosen by the sizes of the product, and with it how a sum is cut",
+        "cuBLAS: cublasLtMatmulAlgoGetHeuristic; bitwise results only for equal shapes and devices",
+    ),
+    family(
+        r"batch_norm_(?:collect|backward)|bn_(?:fw_tr|bw)|GammaBetaBackward|layer_norm_grad_gamma|::reduce_kernel",
+        SHAPE,
+        "a sum over rows: how many threads and blocks share it depends on their number",
+        "ATen Reduce.cuh setReduceConfig, Normalization.cuh, layer_norm_kernel.cu; cuDNN",
+    ),
+    family(
+        r"layer_norm|rms_?norm|RowwiseMoments|softmax_warp|cunn_SoftMax|softmax.*forward",
+        ROW,
+        "one row at a time: the order depends on the row's length alone",
+        "ATen layer_norm_kernel.cu, PersistentSoftmax.cuh: a warp or a block per row",
+    ),
+    family(
+        r"elementwise|multi_tensor_apply|CatArray|[Cc]opy|permute_|transpose|nchwToNhwc|nhwcToNchw|rotary|act_and_mul|"
+        r"store_kvcache|max_pool|RadixSort|AllGather|SendRecv|AllToAll|Broadcast|linearize_index|bounds_check",
+        NO_SUM,
+        "adds nothing over elements",
+        "ATen Loops.cuh: one thread per element; copies, sorts and exchanges only move",
+    ),
+)
+NOT_KNOWN = Order(UNKNOWN, "unknown: the name belongs to no family")
+# Rows x columns, and where the name has it x depth, of the tile that one group of threads computes.
+TILES = (
+    re.compile(r"MT(\d+x\d+x\d+)"),
+    re.compile(r"tilesize(\d+x\d+x\d+)"),
+    re.compile(r"_b?t(\d+x\d+x\d+)"),
+    re.compile(r"(?:gemm|nvjet|cudnn)\w*?_(\d{2,3}x\d{2,3})(?:_(\d{2,3})x\d+_)?"),
+)
+
+
+@lru_cache(maxsize=1 << 16)  # a trace has few names
+def order_of(kernel: str) -> Order:
+    """Return what is known of the order of addition of a kernel."""
+    return next((one.order for one in FAMILIES if one.pattern.search(kernel)), NOT_KNOWN)
+
+
+@lru_cache(maxsize=1 << 16)
+def tile_of(kernel: str) -> str:
+    """Return the tile that a kernel of a product computes, such as 128x256x32, as far as its name has it."""
+    for pattern in TILES:
+        found = pattern.search(kernel)
+        if found:
+            return "x".join(word for word in found.groups() if word)
+    return ""
