@@ -205,7 +205,7 @@ def prepare_module(name: str, module: Any, config: Any, state: State) -> None:
             refuse_module(name, module, why)
     elif kind is Attention:
         prepare_attention(module, state)
-    elif kind not in (nn.ModuleList, modules.OrderedRotary):
+    elif kind not in (nn.ModuleList, modules.OrderedRotary, experts.OrderedExpertsMethod):
         check_container(name, module)
 
 
