@@ -252,6 +252,70 @@ def differing_routes(model, samples):
     return wrong
 
 
+# A mixture with many experts, whose scores nearly tie: the size at which stock's routes differ.
+MANY = {
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 64,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "num_hidden_layers": 4,
+    "vocab_size": 512,
+}
+
+
+@torch.no_grad()
+def chosen_experts(model, ids, cache=None):
+    """The experts of each token, by layer: [layers, B, T, k], ascending."""
+    found = []
+
+    def note(module, inputs, output):
+        found.append(output[2].view(*ids.shape, -1).sort(-1).values)
+
+    gates = [m for name, m in model.named_modules() if name.endswith(".mlp.gate")]
+    hooks = [gate.register_forward_hook(note) for gate in gates]
+    model(ids, past_key_values=cache, use_cache=cache is not None)
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(found)
+
+
+def routes_of_a_rollout(model, samples=4, tokens=24, batch=32):
+    """(routes that differ from the trainer's, routes): of samples alone, and decoded together and alone."""
+    drawn = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, MANY["vocab_size"], (batch, tokens), generator=drawn)
+    trained = chosen_experts(model, ids)
+    alone = [chosen_experts(model, ids[row : row + 1]) for row in range(samples)]
+    found = {"alone": torch.cat(alone, 1)}
+    for name, rows in (("decoded together", samples), ("decoded alone", 1)):
+        cache = transformers.DynamicCache()
+        steps = [chosen_experts(model, ids[:rows, at : at + 1], cache) for at in range(tokens)]
+        found[name] = torch.cat(steps, 2)
+    return {
+        name: (int((e != trained[:, : e.shape[1]]).any(-1).sum()), e[..., 0].numel())
+        for name, e in found.items()
+    }
+
+
+def compare_routes(console):
+    """Print stock's and isobit's routes against a trainer's batch; return whether only stock's differ."""
+    table, differ = Table("routes of 128 experts, bf16", "against a batch of 32", "differ"), {}
+    for name in ("stock", "isobit"):
+        torch.manual_seed(0)
+        config = transformers.Qwen3MoeConfig(**MANY)
+        model = transformers.Qwen3MoeForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
+        if name == "isobit":
+            isobit.enable(model)
+        for how, (wrong, total) in routes_of_a_rollout(model).items():
+            table.add_row(name, how, f"{wrong} of {total}")
+            differ[name] = differ.get(name, 0) + wrong
+    console.print(table)
+    return differ["stock"] > 0 and differ["isobit"] == 0
+
+
 def labelled(ids, mask):
     """Labels that leave out padding and, as packed samples do, the first token of each sample."""
     return ids.masked_fill(mask == 0, -100)
@@ -417,4 +481,4 @@ def run(quick, threads, dtypes):
     console.print(table)
     rows = len(kinds) * len(dtypes)
     console.print(f"{len(kinds)} types, {rows} rows, {bad} with a difference in any layout")
-    return 1 if bad else 0
+    return 0 if compare_routes(console) and not bad else 1

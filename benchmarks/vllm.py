@@ -43,6 +43,13 @@ LLAMA3 = {
 COUNTED = ("cached tokens", "preemptions")
 FAMILIES = {
     "Qwen3": {"head_dim": 64},
+    "Qwen3Moe": {
+        "head_dim": 64,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 128,
+        "norm_topk_prob": True,
+    },
     "Llama": {"rope_parameters": LLAMA3},
     "Qwen2": {"tie_word_embeddings": True},
     "Mistral": {"sliding_window": 48},
@@ -118,7 +125,7 @@ def score(folder, dtype, found):
 
 def run(quick, threads, dtypes):
     """Print a table; return 1 if isobit differs anywhere, nothing was compared, or stock never differs."""
-    families, engines = (("Qwen3",), 1) if quick else (("Qwen3", "Llama"), 4)
+    families, engines = (("Qwen3",), 1) if quick else (("Qwen3", "Qwen3Moe", "Llama"), 4)
     found = Findings()
     with tempfile.TemporaryDirectory() as place:
         for family in families:
@@ -126,7 +133,7 @@ def run(quick, threads, dtypes):
                 folder = Path(place) / f"{family}-{dtype}"
                 save_model(family, dtype, folder)
                 counts = {"isobit": engines}
-                if family == families[0]:
+                if family != "Llama":
                     counts["stock"] = engines
                 found.compare(f"{family} {dtype}", folder, dtype, counts)
     return found.conclude()

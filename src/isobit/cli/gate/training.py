@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 # Listed here because their own modules load torch; a test compares.
-WORKLOADS = ("small", "tiny", "whole")
+WORKLOADS = ("moe", "small", "tiny", "whole")
 DTYPES = ("bfloat16", "float32")
 TRANSPORTS = ("simulator", "gloo")
 
@@ -37,9 +37,10 @@ def add_parser(commands: Any) -> None:
     """Add the command's options."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "training",
-        description="Train a Qwen3-architecture model with AdamW and clipping on a global batch of unequal samples: "
-        "data-parallel ranks × micro-batches × tensor-parallel ranks, DDP and FSDP2, in the simulator or as processes "
-        "under torchrun. Every layout must give the same loss curve and the same digests of weights, gradients and "
+        description="Train a Qwen3 model, or with --workload moe a Qwen3-MoE, with AdamW and clipping on a global "
+        "batch of unequal samples: data-parallel ranks × micro-batches × tensor-parallel ranks, ranks that experts are "
+        "split over (ep), ranks that share attention (cp), DDP and FSDP2, in the simulator or as processes under "
+        "torchrun. Every layout must give the same loss curve and the same digests of weights, gradients and "
         "optimizer. Exit 0: kept; 1: broken; 2: could not run.",
     )
     parser.add_argument(
@@ -59,11 +60,13 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--layouts",
         nargs="+",
-        metavar="[ENGINE:]DATAxMICROxTENSOR",
+        metavar="[ENGINE:]DATAxMICROxTENSOR[xEXPERTS[xCONTEXT]]",
         help="these, instead of the whole grid",
     )
     parser.add_argument(
-        "--stock", action="store_true", help="also run stock PyTorch, in the same layouts"
+        "--stock",
+        action="store_true",
+        help="also run stock PyTorch, in the same layouts but those with cp",
     )
     parser.add_argument(
         "--keep", type=Path, metavar="FILE", help="write outcomes to it, and go on where it stopped"
@@ -101,6 +104,7 @@ def run(options: argparse.Namespace) -> int:
         for dtype in options.dtype
         for stock in sides
         for layout in layouts
+        if not stock or layout.context == 1  # stock has no ranks that share attention
     ]
     with Steps(f"{len(jobs)} layouts", len(jobs), options.quiet) as steps:
 
@@ -132,25 +136,25 @@ def run(options: argparse.Namespace) -> int:
 
 
 def read_layout(text: str) -> RankLayout:
-    """Parse `2x4x1` or `ddp:2x4x1`."""
+    """Parse `2x4x1`, `ddp:2x4x1`, or `4x2x1x2x2` with the ranks of experts and of context."""
     from isobit.gates.training.workload import RankLayout
 
     engine, _, sizes = text.rpartition(":")
     numbers = sizes.split("x")
-    if len(numbers) != 3 or not all(part.isdecimal() for part in numbers):
+    if not 3 <= len(numbers) <= 5 or not all(part.isdecimal() for part in numbers):
         raise ArgumentError(
-            expected="DATAxMICROxTENSOR, as 2x4x1, or ddp:2x4x1",
+            expected="DATAxMICROxTENSOR, as 2x4x1, or ddp:2x4x1; or DATAxMICROxTENSORxEXPERTSxCONTEXT",
             received=repr(text),
-            remedy="name three numbers",
+            remedy="name three to five numbers",
         )
-    data, micro, tensor = map(int, numbers)
-    return RankLayout(data, micro, tensor, engine or "isobit")
+    data, micro, tensor, experts, context = [*map(int, numbers), 1, 1][:5]
+    return RankLayout(data, micro, tensor, engine or "isobit", experts, context)
 
 
 def show(console: Console, outcomes: list[Outcome], verdicts: list[RankLayoutVerdict]) -> None:
     """Print a row per layout, then a sentence per verdict."""
     table = Table(
-        "layout (data×micro×tensor)",
+        "layout (data×micro×tensor, ep, cp)",
         "dtype",
         "ranks",
         "last loss",

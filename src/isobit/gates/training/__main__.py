@@ -22,6 +22,8 @@ def main() -> int:
     parser.add_argument("--data", type=int, default=1, help="data-parallel ranks")
     parser.add_argument("--micro", type=int, default=1, help="micro-batches per rank")
     parser.add_argument("--tensor", type=int, default=1, help="tensor-parallel ranks")
+    parser.add_argument("--experts", type=int, default=1, help="ranks that experts are split over")
+    parser.add_argument("--context", type=int, default=1, help="ranks that share attention")
     parser.add_argument(
         "--engine",
         choices=ENGINES,
@@ -37,7 +39,8 @@ def main() -> int:
     )
     parser.add_argument("--save", metavar="FOLDER", help="write a checkpoint at the end")
     options = parser.parse_args()
-    layout = RankLayout(options.data, options.micro, options.tensor, options.engine)
+    sizes = options.data, options.micro, options.tensor
+    layout = RankLayout(*sizes, options.engine, options.experts, options.context)
     if layout.ranks > 1:
         dist.init_process_group("gloo")
     try:

@@ -49,8 +49,9 @@ def run_rank(
         run = train_stock(workload, layout, dtype, stop)
     else:
         run = train(workload, layout, dtype, stop=stop, load=load, save=save)
-        if layout.data > 1 and layout.engine != "fsdp2":  # under FSDP2 every rank has another shard
-            rank_agreement(run.model, run.data_group)
+        # Under FSDP2 every rank has another shard; ranks that split experts have different ones.
+        if layout.data > layout.experts and layout.engine != "fsdp2":
+            rank_agreement(run.model, run.replica_group)
     return read_curve(run, first)
 
 
@@ -116,6 +117,8 @@ def under_torchrun(job: Job) -> Curve:
         f"--data={layout.data}",
         f"--micro={layout.micro}",
         f"--tensor={layout.tensor}",
+        f"--experts={layout.experts}",
+        f"--context={layout.context}",
     ]
     command += [f"--engine={layout.engine}", f"--workload={job.workload}", f"--dtype={job.dtype}"]
     command += ["--stock"] if job.stock else []

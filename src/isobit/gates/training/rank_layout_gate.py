@@ -51,7 +51,7 @@ class Outcome:
         """A name for tables, such as "isobit ddp 2×2×1" (data × micro × tensor)."""
         plain = "stock" if self.stock else "isobit"
         engine = plain if self.layout.engine == "isobit" else f"{plain} {self.layout.engine}"
-        return f"{engine} {self.layout.data}×{self.layout.micro}×{self.layout.tensor}"
+        return f"{engine} {self.layout.sizes}"
 
 
 @dataclass(frozen=True)

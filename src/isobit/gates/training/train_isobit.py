@@ -27,6 +27,7 @@ from isobit.integrations.transformers.scoring import logprobs
 from isobit.ops.exact_sum.op import exact_sum
 from isobit.optim import AdamW
 from isobit.parallel import checkpoint
+from isobit.parallel.collectives.levels import Group, Levels
 from isobit.parallel.data.global_batch import GlobalBatch
 from isobit.parallel.data.grad_norm import clip_grad_norm_
 from isobit.parallel.data.gradients import Gradients
@@ -61,8 +62,13 @@ class Run:
     norms: list[float] = field(default_factory=list)
 
     @property
-    def data_group(self) -> dist.ProcessGroup | None:
+    def data_group(self) -> Group:
         """The data-parallel ranks, or None on one rank."""
+        return None if self.mesh is None else data_ranks(self.mesh, self.layout)
+
+    @property
+    def replica_group(self) -> dist.ProcessGroup | None:
+        """The ranks that have the same parameters, or None on one rank."""
         return None if self.mesh is None else self.mesh["data"].get_group()
 
     @property
@@ -79,28 +85,41 @@ class Run:
         return wrapped.model
 
 
+def data_ranks(mesh: DeviceMesh, layout: RankLayout) -> Group:
+    """Return the data-parallel ranks; those that exchange rows of experts are the inner level."""
+    if layout.experts == 1:
+        return mesh["data"].get_group()
+    return Levels(mesh["data", "experts"], check_hosts=False)
+
+
 def make_run(workload: Workload, layout: RankLayout, dtype: torch.dtype) -> Run:
     """Build the model, split it over tensor-parallel ranks and wrap it for the layout."""
     mesh = None
     if layout.ranks > 1:
-        mesh = init_device_mesh(
-            "cpu", (layout.data, layout.tensor), mesh_dim_names=("data", "tensor")
-        )
+        shape, names = layout.mesh
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     model = make_model(workload, dtype)
     enable(model, strict=False)
     if layout.tensor > 1:
         assert mesh is not None
         tensor_parallel.shard(model, mesh["tensor"])
+    if layout.experts > 1:
+        assert mesh is not None
+        tensor_parallel.shard_experts(model, mesh["experts"])
+    if layout.context > 1:
+        assert mesh is not None
+        tensor_parallel.split_context(model, mesh["context"])
     scorer: nn.Module = Scorer(model)
-    group = None if mesh is None else mesh["data"].get_group()
+    group = None if mesh is None else data_ranks(mesh, layout)
     if layout.engine == "ddp":
+        assert isinstance(group, dist.ProcessGroup)
         scorer = DistributedDataParallel(scorer, process_group=group)
     elif layout.engine == "fsdp2":
         assert mesh is not None
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh["data"])
         fully_shard(scorer, mesh=mesh["data"])
-    order = "micro" if layout.engine == "fsdp2" else "rank"
+    order = "micro" if layout.engine == "fsdp2" or layout.experts > 1 else "rank"
     batch = GlobalBatch(workload.samples, layout.data, layout.micro, order)
     gradients = Gradients(scorer, batch, group=group)
     optimizer = AdamW(scorer.parameters(), lr=workload.rate, weight_decay=0.1)
@@ -128,8 +147,11 @@ def share_loss(found: Tensor, rows: Rows, active: int, shares: int) -> Tensor:
     return exact_sum(found) / -active
 
 
-def shard_group(run: Run) -> dist.ProcessGroup | None:
+def shard_group(run: Run) -> Group:
     """Return the ranks over which the gradients of one replica are sharded."""
+    if run.layout.experts > 1:
+        assert run.mesh is not None
+        return run.mesh["experts"].get_group()
     return run.data_group if run.layout.engine == "fsdp2" else run.tensor_group
 
 

@@ -1,4 +1,4 @@
-"""The workloads of the rank-layout gate: a Qwen3 model and samples of unequal lengths."""
+"""The workloads of the rank-layout gate: a Qwen3 or Qwen3-MoE model and samples of unequal lengths."""
 
 from __future__ import annotations
 
@@ -41,11 +41,21 @@ class Workload:
     rate: float = 1e-3  # learning rate of AdamW
     clip: float = 1.0  # largest gradient norm
     seed: int = 0
+    experts: int = 0  # of each layer; 0 is a dense model
+    chosen: int = 0  # experts of each token
 
     @property
     def config(self) -> Any:
         """The configuration of the model for transformers."""
-        return library().Qwen3Config(
+        mixture = {
+            "num_experts": self.experts,
+            "num_experts_per_tok": self.chosen,
+            "moe_intermediate_size": self.ffn,
+            "norm_topk_prob": True,
+        }
+        kind = library().Qwen3MoeConfig if self.experts else library().Qwen3Config
+        return kind(
+            **(mixture if self.experts else {}),
             hidden_size=self.hidden,
             intermediate_size=self.ffn,
             num_attention_heads=self.heads,
@@ -64,6 +74,10 @@ WORKLOADS = {
     "tiny": Workload("tiny", 512, 512, 8, 4, 1, 512, samples=8, steps=2),
     "whole": Workload("whole", 1024, 4096, 16, 8, 4, 8192, samples=16, steps=10),
     "small": Workload("small", 1024, 1024, 16, 8, 1, 1024, samples=8, steps=3),
+    # Samples of up to three blocks of keys, so that ranks that share attention have keys of each other.
+    "moe": Workload(
+        "moe", 128, 64, 4, 2, 2, 256, 8, 2, longest=150, head_dim=32, experts=8, chosen=2
+    ),
 }
 
 
@@ -107,7 +121,8 @@ def _first_model(workload: Workload, dtype: torch.dtype) -> Any:
     # Simulated ranks build their models one after another: 80 million weights are drawn only once.
     with torch.random.fork_rng():
         torch.manual_seed(workload.seed)
-        model = library().Qwen3ForCausalLM(workload.config)
+        kind = library().Qwen3MoeForCausalLM if workload.experts else library().Qwen3ForCausalLM
+        model = kind(workload.config)
         spread_weights(model, workload.seed)
     accept_rounded_frequencies(model.to(dtype))  # no checkpoint is compared with this model
     return model.train()
@@ -152,10 +167,26 @@ def lay_out(samples: list[Tensor]) -> Rows:
     return Rows(ids, mask, targets)
 
 
-# Rank layouts: data-parallel ranks × micro-batches × tensor-parallel ranks, and the wrapper.
+# Rank layouts: data-parallel ranks × micro-batches × tensor-parallel ranks, and the wrapper. Of a mixture of experts
+# also how many of the data-parallel ranks split the experts, and how many ranks share the attention of a sequence.
 
 ENGINES = ("isobit", "ddp", "fsdp2")
 MOST_RANKS = 32
+# (data, micro, tensor, experts, context) of a workload with experts, without a wrapper
+MIXTURES = (
+    (1, 1, 1, 1, 1),
+    (1, 4, 1, 1, 1),
+    (4, 2, 1, 1, 1),
+    (2, 1, 1, 2, 1),
+    (2, 4, 1, 2, 1),
+    (4, 2, 1, 2, 1),
+    (4, 1, 1, 4, 1),
+    (8, 1, 1, 8, 1),
+    (1, 1, 1, 1, 2),
+    (1, 2, 1, 1, 4),
+    (2, 2, 1, 2, 2),
+    (4, 1, 1, 4, 2),
+)
 WRAPPED = ((2, 1), (2, 4), (4, 2), (8, 1))  # (data, micro) of DDP and FSDP2, besides the grid
 
 
@@ -167,31 +198,53 @@ class RankLayout:
     micro: int = 1  # micro-batches per rank and step
     tensor: int = 1  # tensor-parallel ranks
     engine: str = "isobit"  # "isobit" is the plain model; otherwise the wrapper
+    experts: int = 1  # data-parallel ranks over which experts are split
+    context: int = 1  # ranks that share the attention of their sequences
 
     def __post_init__(self) -> None:
         """Check the wrapper."""
+        if self.data % self.experts or (self.experts > 1 and self.tensor > 1):
+            raise CutError(
+                expected="experts that are split over some or all data-parallel ranks, without tensor parallelism",
+                received=f"{self.experts} of {self.data} ranks, {self.tensor} tensor-parallel ones",
+                remedy="choose a number that divides the data-parallel ranks",
+            )
         if self.engine not in ENGINES:
             raise ArgumentError(
                 expected=f"one of {', '.join(ENGINES)}",
                 received=repr(self.engine),
                 remedy="pass one of these",
             )
-        if self.engine != "isobit" and (self.tensor > 1 or self.data == 1):
+        inside = self.tensor * self.experts * self.context
+        if self.engine != "isobit" and (inside > 1 or self.data == 1):
             raise CutError(
                 expected=f"{self.engine} over two data-parallel ranks or more, without "
-                "tensor parallelism",
+                "tensor, expert or context parallelism",
                 received=str(self),
-                remedy="use the engine 'isobit' for tensor parallelism, and for one rank",
+                remedy="use the engine 'isobit' for these, and for one rank",
             )
 
     @property
     def ranks(self) -> int:
         """The number of ranks in all."""
-        return self.data * self.tensor
+        return self.data * self.tensor * self.context
+
+    @property
+    def mesh(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """The shape and the axes of a device mesh: `data` ranks have the same experts."""
+        shape = (self.data // self.experts, self.experts, self.context, self.tensor)
+        return shape, ("data", "experts", "context", "tensor")
+
+    @property
+    def sizes(self) -> str:
+        """A name such as "2×2×1" (data × micro × tensor), or "4×2×1 ep2 cp2"."""
+        found = f"{self.data}×{self.micro}×{self.tensor}"
+        found += f" ep{self.experts}" if self.experts > 1 else ""
+        return found + (f" cp{self.context}" if self.context > 1 else "")
 
     def __str__(self) -> str:
-        """Return a name such as "ddp 2×2×1" (data × micro × tensor)."""
-        return f"{self.engine} {self.data}×{self.micro}×{self.tensor}"
+        """Return a name such as "ddp 2×2×1"."""
+        return f"{self.engine} {self.sizes}"
 
 
 def layout_grid(
@@ -199,8 +252,11 @@ def layout_grid(
 ) -> list[RankLayout]:
     """Return every layout of powers of two that the samples, the model and 32 ranks allow.
 
-    Layouts of DDP and FSDP2 follow at the end.
+    Layouts of DDP and FSDP2 follow at the end. A workload with experts has a list of its own.
     """
+    if workload.experts:
+        chosen = [RankLayout(d, m, t, "isobit", e, c) for d, m, t, e, c in MIXTURES]
+        return [*chosen, RankLayout(2, 4, 1, "ddp"), RankLayout(2, 4, 1, "fsdp2")]
     powers = [[1 << i for i in range(most.bit_length())] for most in (data, micro, tensor)]
     found = [
         RankLayout(d, m, t)
@@ -218,7 +274,13 @@ def check_layout(layout: RankLayout, workload: Workload) -> None:
         CutError: They cannot.
     """
     GlobalBatch(workload.samples, layout.data, layout.micro)
-    widest = widest_tensor(workload)
+    if layout.experts > 1 and (not workload.experts or workload.experts % layout.experts):
+        raise CutError(
+            expected=f"ranks that divide the {workload.experts} experts of the workload {workload.name}",
+            received=str(layout),
+            remedy="choose fewer, or --workload moe",
+        )
+    widest = 1 if workload.experts else widest_tensor(workload)
     if layout.tensor not in [1 << i for i in range(widest.bit_length())]:
         raise CutError(
             expected=f"a power of two of tensor-parallel ranks, at most {widest}",

@@ -32,7 +32,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from isobit.foundation.machine import flushes_subnormals
 from isobit.integrations.transformers.refusals import refuse_flushing
 from isobit.integrations.transformers.strictness import Strictness
-from isobit.integrations.vllm import modules
+from isobit.integrations.vllm import experts, modules
 from isobit.integrations.vllm.attention import (
     GENERATION,
     OrderedAttention,
@@ -199,9 +199,13 @@ def prepare_module(name: str, module: Any, config: Any, state: State) -> None:
         if type(module.quant_method) is not UnquantizedLinearMethod:
             refuse_module(name, module, f"quantized by {type(module.quant_method).__name__}")
         module.quant_method = OrderedLinearMethod(state.add_packed())
+    elif kind in experts.KINDS:
+        why = experts.prepare_experts(module, config, state.add_packed())
+        if why:
+            refuse_module(name, module, why)
     elif kind is Attention:
         prepare_attention(module, state)
-    elif kind not in (nn.ModuleList, modules.OrderedRotary):
+    elif kind not in (nn.ModuleList, modules.OrderedRotary, experts.OrderedExpertsMethod):
         check_container(name, module)
 
 
@@ -318,5 +322,6 @@ def refuse_module(name: str, module: nn.Module, why: str) -> None:
     refuse(
         "modules that isobit computes",
         f"{name or 'the model'}, a {type(module).__name__} {why}",
-        "serve a model of linear layers, RMSNorm, gated MLPs with silu or gelu, and rotary attention",
+        "serve a model of linear layers, RMSNorm, gated MLPs with silu or gelu, experts of Qwen3-MoE, and rotary "
+        "attention",
     )

@@ -76,10 +76,10 @@ def context_attention(
     check_attention(q, k, v)
     ranks = TensorParallelGroup.of(mesh)
     check_shapes(q, k, ranks)
-    whole = [Gather.apply(t, ranks) for t in (q, k, v)]  # type: ignore[no-untyped-call]
+    q, k, v = (Gather.apply(t, ranks) for t in (q, k, v))  # type: ignore[no-untyped-call]
     mask = Mask(check_scale(scale, q.shape[-1]), is_causal, check_window(window, is_causal))
-    places = Places(whole[0], whole[1], None, None)
-    mixed: Tensor = Take.apply(split_attention(*whole, places, mask, ranks), ranks)  # type: ignore[no-untyped-call]
+    places = Places(q, k, None, None)
+    mixed: Tensor = Take.apply(split_attention(q, k, v, places, mask, ranks), ranks)  # type: ignore[no-untyped-call]
     return mixed
 
 
@@ -152,7 +152,8 @@ class SplitAttention(torch.autograd.Function):
                 for t, cut in zip(ctx.saved_tensors, cuts, strict=True)
             ]
             with torch.enable_grad():
-                mixed = attend(*held, places.spans, places.table, mask)
+                q, k, v = held
+                mixed = attend(q, k, v, places.spans, places.table, mask)
             made = torch.autograd.grad(mixed, held, grad[..., of_queries, :].contiguous())
             for whole, cut, part in zip(found, cuts, made, strict=True):
                 whole[..., cut, :] = part
