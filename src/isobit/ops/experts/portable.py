@@ -78,9 +78,11 @@ def sum_slots(values: Tensor) -> Tensor:
 
 def weigh(chosen: Tensor, score: str, normalize: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Return the weights [T, k] of the scores of chosen experts, and what they were divided by, [T, 1]."""
-    if score == "softmax_of_chosen":
-        return softmax(chosen) * scale, torch.ones_like(chosen[:, :1])
     total = torch.ones_like(chosen[:, :1])
+    if score == "softmax_of_chosen":
+        return softmax(chosen) * scale, total
+    if score == "sigmoid_of_chosen":
+        return sigmoid(chosen)[0] * scale, total
     if normalize:
         total = sum_slots(chosen)
         if score == "sigmoid":
@@ -131,11 +133,12 @@ def route_backward(
     chosen = scores.gather(1, experts)
     if score == "softmax_of_chosen":
         grad = softmax_backward(grad, softmax(chosen))
-    elif normalize:
+    elif normalize and score != "sigmoid_of_chosen":
         total = weigh(chosen, score, normalize, 1.0)[1]
         grad = (grad - sum_slots(grad * (chosen / total))) / total
-    if score == "sigmoid":
-        grad = grad * (chosen * sigmoid(widen(logits).gather(1, experts))[1])
+    if score in ("sigmoid", "sigmoid_of_chosen"):
+        values, complements = sigmoid(widen(logits).gather(1, experts))
+        grad = grad * (values * complements)
     spread = torch.zeros_like(scores).scatter_(1, experts, grad)
     if score == "softmax":
         spread = softmax_backward(spread, scores)
