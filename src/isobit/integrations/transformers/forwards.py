@@ -76,7 +76,8 @@ def forward_base(
         )
     if layout.kind == "packed":
         use_cache = refuse_packed_cache(past_key_values, use_cache)
-    if takes_cache(type(module)):
+    kind_of_model: Any = type(module)
+    if takes_cache(kind_of_model):
         inputs["past_key_values"] = keep_every_key(module.config, past_key_values, use_cache)
         inputs["use_cache"] = use_cache
     elif past_key_values is not None or use_cache:

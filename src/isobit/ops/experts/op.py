@@ -124,13 +124,15 @@ def register_formulas(prefix: str) -> None:
 
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         logits, experts = ctx.saved_tensors
-        operator = getattr(torch.ops.isobit, f"{prefix}_backward")
+        # One gradient for all executors: its softmax is that of the executor that serves the dtype.
+        operator = torch.ops.isobit.portable_route_backward
         return operator(grad, logits, experts, *ctx.how), *[None] * 8
 
     register_operator("route", prefix, empty, backward, setup_context)
-    register_operator(
-        "route", f"{prefix}_backward", lambda grad, logits, *_: logits.new_empty(logits.shape)
-    )
+    if prefix == "portable_route":
+        register_operator(
+            "route", f"{prefix}_backward", lambda grad, logits, *_: logits.new_empty(logits.shape)
+        )
 
 
 @portable_operator("portable_route")
@@ -157,4 +159,4 @@ def portable_route_backward(
     return portable.route_backward(grad, logits, experts, score, normalize, scale)
 
 
-declare("route", register_formulas, native=False)
+declare("route", register_formulas)

@@ -336,12 +336,10 @@ def find_mixture(module: Any, digest: str) -> Part | None:
         path, form = EXPERTS[digest]
         if form == "clamped":
             return Part("experts", experts.forward_clamped_experts, (), f"source of {path}")
-        forwards = {
-            "gated": experts.forward_experts,
-            "scaled inputs": experts.forward_scaled_experts,
-        }
+        scaled = form == "scaled inputs"
+        chosen = experts.forward_scaled_experts if scaled else experts.forward_experts
         inside = ("act_fn",) if activations.kind_of_activation(module.act_fn) == "silu" else ()
-        return Part("experts", forwards[form], (), f"source of {path}", inside=inside)
+        return Part("experts", chosen, (), f"source of {path}", inside=inside)
     if digest in LATENT_ATTENTIONS:
         where = f"source of {LATENT_ATTENTIONS[digest]}"
         return Part("attention", latent_attention.forward_latent, (), where)
@@ -350,7 +348,7 @@ def find_mixture(module: Any, digest: str) -> Part | None:
         return Part("attention", tempered_attention.forward_tempered, (), where)
     if digest in MIXTURES:
         path, form = MIXTURES[digest]
-        forwards = {
+        forwards: dict[str, Forward] = {
             "jittered": experts.forward_jittered,
             "gated shared": experts.forward_gated_shared,
             "shared": experts.forward_shared,
