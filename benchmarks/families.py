@@ -13,7 +13,11 @@ from rich.console import Console
 from rich.table import Table
 from transformers import DynamicCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+)
 
 import isobit
 from isobit import bits
@@ -116,6 +120,37 @@ TYPES |= {
     "qwen3_5_text": LINEAR,
     "qwen3_5_moe_text": {**LINEAR, **GATED},
 }
+TYPES |= {
+    "gemma2": {
+        **BOTH,
+        "query_pre_attn_scalar": 16,
+        "attn_logit_softcapping": 1.0,
+        "final_logit_softcapping": 0.5,
+        "initializer_range": 0.1,  # so that the caps change scores and logits
+    },
+    # Chunks and rotary embeddings in the first layer; a factor of the position in the second.
+    "llama4_text": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 1,
+        "intermediate_size_mlp": 96,
+        "moe_layers": [1],
+        "attention_chunk_size": 8,
+        "no_rope_layers": [1, 0],
+        "floor_scale": 4,
+        "attn_scale": 0.3,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+}
+# Encoders: the logits of masked tokens, and scores of samples by their first token. A token sees 8 of each side.
+ENCODERS = {
+    "modernbert": {
+        "local_attention": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "cls_token_id": 1,
+        "sep_token_id": 1,
+        "num_labels": 3,
+    },
+}
 LENGTHS, ROOM = (19, 34, 9, 26), 36
 GENERATED = 12
 COLUMNS = (
@@ -150,11 +185,15 @@ HEADINGS = {
 }
 
 
-def build(kind, dtype):
-    """A small model of a type, whose vectors are not all ones or zeros, with frequencies in fp32."""
+def build(kind, dtype, head=MODEL_FOR_MASKED_LM_MAPPING_NAMES):
+    """A small model of a type, whose vectors are not all ones or zeros, with frequencies in fp32.
+
+    `head` has the classes of encoders.
+    """
     torch.manual_seed(1)
-    config = CONFIG_MAPPING[kind](**{**SIZES, **TYPES[kind]})
-    model = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind])(config).eval()
+    sizes = {**SIZES, **(TYPES.get(kind) or ENCODERS[kind])}
+    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if kind in TYPES else head
+    model = getattr(transformers, names[kind])(CONFIG_MAPPING[kind](**sizes)).eval()
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
             parameter.data.add_(0.1 * torch.randn_like(parameter))
@@ -229,9 +268,11 @@ def differing_routes(model, samples):
     found = []
 
     def note(module, inputs, output):
-        found.append(output[2])
+        # A stock router that gives scores of all experts has no list of the chosen ones.
+        found.append(output[2] if len(output) > 2 else output[0].topk(module.top_k).indices)
 
-    names = [n for n, _ in model.named_modules() if n.endswith((".mlp.gate", ".mlp.router"))]
+    ends = (".mlp.gate", ".mlp.router", ".feed_forward.router")
+    names = [n for n, _ in model.named_modules() if n.endswith(ends)]
     hooks = [model.get_submodule(name).register_forward_hook(note) for name in names]
     wrong = 0
     try:
@@ -386,22 +427,26 @@ def generated(model, samples):
     return wrong
 
 
-def in_micro_batches(model, samples, count):
+def in_micro_batches(model, samples, count, label=labelled):
     """Gradients of the four samples in this number of micro-batches."""
     model = copy.deepcopy(model)
     model.zero_grad(set_to_none=True)
     batch = GlobalBatch(total=len(samples), micro_batches=count)
-    gradients, total = Gradients(model, batch), sum(LENGTHS) - len(LENGTHS)
+    gradients = Gradients(model, batch)
     ids, mask = padded(samples, "left")
+    labels = label(ids, mask)
+    # The first token of a sample has no logits of a causal model.
+    total = int((labels != -100).sum()) - len(LENGTHS) * (label is labelled)
+    more = {"use_cache": False} if label is labelled else {}
     for micro in range(count):
         rows = batch.samples(0, micro)
         with gradients.micro_batch(micro):
             model(
                 ids[rows],
                 attention_mask=mask[rows],
-                labels=labelled(ids, mask)[rows],
+                labels=labels[rows],
                 num_items_in_batch=total,
-                use_cache=False,
+                **more,
             ).loss.backward()
     # The second use of a tied weight is a leaf without a gradient of its own.
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
@@ -465,17 +510,106 @@ def judge(kind, dtype):
     return found
 
 
+def encoded(model, samples):
+    """What an encoder returns of each sample alone, and of batches of all of them: padded, packed."""
+    alone = [model(sample).logits[0] for sample in samples]
+    made = {}
+    for side in ("left", "right"):
+        ids, mask = padded(samples, side)
+        logits = model(ids, attention_mask=mask, position_ids=places_of(mask)).logits
+        made[side] = rows_of(logits, side) if logits.dim() == 3 else [*logits]
+    return alone, made
+
+
+def masked(ids, mask):
+    """Labels of every third token of each sample."""
+    return labelled(ids, mask).masked_fill(places_of(mask) % 3 != 1, -100)
+
+
+def judge_encoder(kind, dtype):
+    """As `judge`, of an encoder: its tokens see both sides, so that nothing is decoded."""
+    samples, found = samples_of(), {}
+    model = build(kind, dtype)
+    scores = build(kind, dtype, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES)
+    with torch.no_grad():
+        stock, made = encoded(model, samples)
+        found["stock samples"] = differing(stock, made["right"])
+    model.train()
+    total = sum(int((masked(s, torch.ones_like(s)) != -100).sum()) for s in samples)
+    model.zero_grad(set_to_none=True)
+    for sample in samples:
+        labels = masked(sample, torch.ones_like(sample))
+        loss = model(sample, labels=labels).loss
+        (loss * int((labels != -100).sum()) / total).backward()
+    theirs = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    isobit.enable(model)
+    isobit.enable(scores)
+    made = {}
+    for side in ("left", "right"):
+        ids, mask = padded(samples, side)
+        inputs = {"input_ids": ids, "attention_mask": mask, "labels": masked(ids, mask)}
+        made[side] = encoder_gradients(model, **inputs)
+    ids, places = packed(samples)
+    labels = torch.cat([masked(s, torch.ones_like(s)) for s in samples], 1)
+    made["packed"] = encoder_gradients(model, input_ids=ids, position_ids=places, labels=labels)
+    left = [*made["left"].values()]
+    found["gradients left/right"] = differing(left, [*made["right"].values()])
+    found["gradients left/packed"] = differing(left, [*made["packed"].values()])
+    one = in_micro_batches(model, samples, 1, masked)
+    found["gradients 1/2/4 micro-batches"] = sum(
+        differing(one, in_micro_batches(model, samples, n, masked)) for n in (2, 4)
+    )
+    found["|gradient - stock's|"] = max(
+        float((mine - theirs[name]).abs().max() / theirs[name].abs().max().clamp(min=1e-30))
+        for name, mine in made["left"].items()
+    )
+    found["parameters"] = len(left)
+    found["stock gradients"] = stock_encoder_gradients(kind, dtype, samples)
+    found |= dict.fromkeys(("left", "right", "packed"), 0)
+    with torch.no_grad():
+        for one in (model.eval(), scores):
+            alone, sides = encoded(one, samples)
+            whole = one(ids, position_ids=places).logits
+            sides["packed"] = whole[0].split(LENGTHS) if whole.dim() == 3 else [*whole]
+            for layout, rows in sides.items():
+                found[layout] += differing(alone, [*rows])
+        alone = [torch.log_softmax(row.float(), -1) for row in encoded(model, samples)[0]]
+    stock = [torch.log_softmax(row.float(), -1) for row in stock]
+    found["|enabled - stock|"] = max(
+        float((a - b).abs().max()) for a, b in zip(alone, stock, strict=True)
+    )
+    return found
+
+
+def encoder_gradients(model, **inputs):
+    model.zero_grad(set_to_none=True)
+    model(**inputs).loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def stock_encoder_gradients(kind, dtype, samples):
+    """How many of stock's gradients differ between batches that are padded to two widths."""
+    model, sides = build(kind, dtype).train(), []
+    for width in (ROOM, ROOM + 9):
+        ids, mask = (
+            torch.nn.functional.pad(t, (0, width - ROOM)) for t in padded(samples, "right")
+        )
+        inputs = {"input_ids": ids, "attention_mask": mask, "labels": masked(ids, mask)}
+        sides.append([*encoder_gradients(model, **inputs).values()])
+    return differing(*sides)
+
+
 def run(quick, threads, dtypes):
     """Print one row per type and dtype."""
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     table = Table("type", "dtype", *HEADINGS.values())
-    kinds, bad = list(TYPES)[:5] if quick else list(TYPES), 0
+    kinds, bad = list(TYPES)[:5] if quick else [*TYPES, *ENCODERS], 0
     for kind in kinds:
         for dtype in dtypes:
-            found = judge(kind, getattr(torch, dtype))
-            bad += any(found[name] for name in COLUMNS)
-            cells = [f"{found[n]:.1e}" if "|" in n else str(found[n]) for n in HEADINGS]
+            found = (judge if kind in TYPES else judge_encoder)(kind, getattr(torch, dtype))
+            bad += any(found.get(name) for name in COLUMNS)
+            cells = [f"{found[n]:.1e}" if "|" in n else str(found.get(n, "-")) for n in HEADINGS]
             table.add_row(kind, dtype, *cells)
     console = Console(highlight=False, width=260)
     console.print(table)

@@ -34,11 +34,11 @@ struct SampleKeys {
 template <class T>
 class AttentionForward {
  public:
-  AttentionForward(const Heads& heads, const Mask& mask, float scale, Scratch& scratch,
+  AttentionForward(const Heads& heads, const Mask& mask, const Scoring& scoring, Scratch& scratch,
                    int64_t rows)
       : heads_(heads),
         mask_(mask),
-        scale_(scale),
+        scoring_(scoring),
         rows_(rows),
         memory_(scratch, (2 * attention_block + rows) * (heads.depth + 16) +
                              2 * rows * (heads.depth + 64) +
@@ -123,7 +123,9 @@ class AttentionForward {
     float* output = running_.output + row * depth;               // [rows][depth]
     multiply_leaf<T>({rows, attention_block, depth}, {queries_ + row * depth, depth},
                      {keys_, attention_block}, {scores_, attention_block}, false);
-    mask_scores(scores_, rows, scale_, begin, end, max, new_max_);
+    if (scoring_.softcap > 0) cap_scores(scores_, rows * attention_block, scoring_);
+    mask_scores(scores_, rows, scoring_.softcap > 0 ? 1.0f : scoring_.scale, begin, end, max,
+                new_max_);
     weigh(ScoreBlock<T>{scores_, new_max_, max, sum, factor_, weights_}, rows);
     rescale(output, factor_, rows, depth);
     if (all || is_finite(values_, attention_block * depth))
@@ -151,7 +153,7 @@ class AttentionForward {
 
   Heads heads_;
   Mask mask_;
-  float scale_;
+  Scoring scoring_;
   int64_t rows_, first_row_ = 0, offset_ = 0, key_count_ = 0;
   BumpAllocator memory_;
   // All below are in memory_. `packed` is the format of a right operand (see packing.h).
@@ -171,7 +173,7 @@ struct AttentionInputs {
   const Tensor &spans, &blocks, &lengths;  // see check_attention
   Heads heads;
   Mask mask;
-  float scale;
+  Scoring scoring;
 };
 
 // Query rows of one sample and one key head.
@@ -191,7 +193,7 @@ void run_task(const AttentionInputs& in, const ForwardTask& task, Scratch& scrat
   const int64_t* block_starts =  // [blocks]
       in.blocks.const_data_ptr<int64_t>() + task.sample * in.blocks.size(1);
   const HeadRows<const T> queries = head_rows<T>(in.q);
-  AttentionForward<T> forward(heads, in.mask, in.scale, scratch, rows);
+  AttentionForward<T> forward(heads, in.mask, in.scoring, scratch, rows);
   auto locate = [&](int64_t row) {  // the row of q and the query head
     const int64_t r = task.first_row + row;
     return std::pair{span[0] + r / group, task.head * group + r % group};
@@ -243,7 +245,7 @@ void attend(const AttentionInputs& in, Tensor& out, Tensor& lse) {
 std::tuple<Tensor, Tensor> attention_op(const Tensor& q, const Tensor& k, const Tensor& v,
                                         const Tensor& spans, const Tensor& blocks,
                                         const Tensor& lengths, double scale, bool causal,
-                                        int64_t window) {
+                                        int64_t window, double softcap, int64_t chunk_size) {
   check_engine();
   check_attention(q, k, v, spans, blocks, lengths);
   const at::ScalarType dtype = engine_dtype(q.scalar_type());
@@ -258,8 +260,8 @@ std::tuple<Tensor, Tensor> attention_op(const Tensor& q, const Tensor& k, const 
                                blocks,
                                lengths,
                                {q.size(-2), k.size(-2), q.size(-1)},
-                               {causal, window},
-                               static_cast<float>(scale)};
+                               {causal, window, chunk_size},
+                               {static_cast<float>(scale), static_cast<float>(softcap)}};
   dispatch_engine_dtype(dtype,
                         [&](auto tag) { attend<typename decltype(tag)::type>(inputs, out, lse); });
   return {round_tensor("attention", out, q.scalar_type()), lse};
@@ -270,7 +272,8 @@ std::tuple<Tensor, Tensor> attention_op(const Tensor& q, const Tensor& k, const 
 TORCH_LIBRARY_FRAGMENT(isobit, m) {
   m.def(
       "attention(Tensor q, Tensor k, Tensor v, Tensor spans, Tensor blocks, Tensor lengths, "
-      "float scale, bool causal, int window) -> (Tensor, Tensor)");
+      "float scale, bool causal, int window, float softcap=0.0, int chunk_size=0) "
+      "-> (Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(isobit, CPU, m) { m.impl("attention", &attention_op); }

@@ -18,16 +18,29 @@ struct Heads {
 
 struct Mask {
   bool causal;
-  int64_t window;  // keys that a query sees, itself included; 0: no limit
+  int64_t window;      // keys up to its own that a query sees, and without `causal` as many from
+                       // its own on; 0: no limit
+  int64_t chunk_size;  // a query sees only keys of its chunk of so many positions; 0: no limit
 };
 
-// The keys [begin, end) that a query at `position` sees, in a sample with `keys` keys.
+// The keys [begin, end) that a query at `position` sees, in a sample with `keys` keys. Both grow
+// with the position.
 struct VisibleKeys {
-  int64_t begin, end;
-  VisibleKeys(const Mask& mask, int64_t position, int64_t keys) {
-    end = mask.causal ? position + 1 : keys;
-    begin = mask.window > 0 ? std::max<int64_t>(end - mask.window, 0) : 0;
+  int64_t begin = 0, end;
+  VisibleKeys(const Mask& mask, int64_t position, int64_t keys) : end(keys) {
+    if (mask.causal)
+      end = position + 1;
+    else if (mask.window > 0)
+      end = std::min(position + mask.window, keys);
+    if (mask.window > 0) begin = std::max<int64_t>(position + 1 - mask.window, 0);
+    if (mask.chunk_size > 0) begin = std::max(begin, position / mask.chunk_size * mask.chunk_size);
   }
+};
+
+// What a score is of the product of a query and a key: product · scale, and then, if `softcap` is
+// not 0, softcap · tanh(score / softcap).
+struct Scoring {
+  float scale, softcap;
 };
 
 // Access to [rows, heads, depth] or [batch, rows, heads, depth], with rows numbered through the

@@ -9,7 +9,7 @@
 
 #include "attention.h"
 #include "attestation.h"
-#include "exponential.h"
+#include "elementary.h"
 
 namespace isobit {
 
@@ -30,10 +30,10 @@ struct BlockPair {
   T* score_grads;             // [attention_block][attention_block], written
 };
 
-// weights = exp(score · scale − lse) and score_grads = weight · (weight_grad − dot) · scale; +0
-// where the query does not see the key.
-template <class T>
-ISOBIT_INLINE void weigh_block(const BlockPair<T> pair, float scale) {
+// weights = exp(score − lse) and score_grads = weight · (weight_grad − dot) · slope · scale, where
+// the slope is that of a soft cap; +0 where the query does not see the key.
+template <bool capped, class T>
+ISOBIT_INLINE void weigh_block(const BlockPair<T> pair, const Scoring scoring) {
   const auto [scores, weight_grads, lse, dots, begin, end, weights, score_grads] = pair;
   for (int64_t key = 0; key < attention_block; key++)
     for (int64_t i = 0; i < attention_block; i += lane_count) {
@@ -42,13 +42,19 @@ ISOBIT_INLINE void weigh_block(const BlockPair<T> pair, float scale) {
       const auto& last = *reinterpret_cast<const Floats*>(end + i);
       const Floats position = Floats{} + static_cast<float>(key);
       const Uint32s seen = reinterpret_cast<Uint32s>((position >= first) & (position < last));
-      Floats weight = *reinterpret_cast<const Floats*>(scores + at) * scale -
-                      *reinterpret_cast<const Floats*>(lse + i);
+      Floats score = *reinterpret_cast<const Floats*>(scores + at) * scoring.scale, bent;
+      if constexpr (capped) {
+        tanh(score / scoring.softcap, bent);
+        score = bent * scoring.softcap;
+      }
+      Floats weight = score - *reinterpret_cast<const Floats*>(lse + i);
       exp_nonpositive(weight);
       weight = seen ? weight : Floats{};
       const Floats centred = *reinterpret_cast<const Floats*>(weight_grads + at) -
                              *reinterpret_cast<const Floats*>(dots + i);
-      const Floats grad = (weight * centred) * scale;
+      Floats grad = weight * centred;
+      if constexpr (capped) grad = grad * (1.0f - bent * bent);
+      grad = grad * scoring.scale;
       round_to(weight, weights + at);
       round_to(seen ? grad : Floats{}, score_grads + at);
     }
@@ -63,7 +69,12 @@ ISOBIT_INLINE void round_row(const float* sums, int64_t depth, T* out) {
 
 // dot: grad · out, both [depth], in the order of a feature axis of that length.
 #define ISOBIT_ATTENTION_BACKWARD(T)                                                           \
-  ISOBIT_CLONES void weigh(const BlockPair<T> pair, float scale) { weigh_block(pair, scale); } \
+  ISOBIT_CLONES void weigh(const BlockPair<T> pair, const Scoring scoring) {                   \
+    weigh_block<false>(pair, scoring);                                                         \
+  }                                                                                            \
+  ISOBIT_CLONES void weigh_capped(const BlockPair<T> pair, const Scoring scoring) {            \
+    weigh_block<true>(pair, scoring);                                                          \
+  }                                                                                            \
   ISOBIT_CLONES float dot(const Schedule& schedule, const T* grad, const T* out) {             \
     return sum_row(schedule, ProductTerms<T>{grad, out});                                      \
   }                                                                                            \
@@ -99,11 +110,11 @@ struct BackwardOutputs {
 template <class T>
 class AttentionBackward {
  public:
-  AttentionBackward(const Heads& heads, const Mask& mask, float scale, Scratch& scratch,
+  AttentionBackward(const Heads& heads, const Mask& mask, const Scoring& scoring, Scratch& scratch,
                     int64_t keys)
       : heads_(heads),
         mask_(mask),
-        scale_(scale),
+        scoring_(scoring),
         count_(keys),
         blocks_((keys + attention_block - 1) / attention_block),
         depth_schedule_(feature_schedule(heads.depth)),
@@ -202,8 +213,12 @@ class AttentionBackward {
                      false);
     multiply_leaf<T>({n, n, depth}, {values_ + offset, depth}, {grads_by_depth_, n},
                      {weight_grads_, n}, false);
-    weigh(BlockPair<T>{scores_, weight_grads_, lse_, dots_, begin_, end_, weights_, score_grads_},
-          scale_);
+    const BlockPair<T> pair{scores_, weight_grads_, lse_,     dots_,
+                            begin_,  end_,          weights_, score_grads_};
+    if (scoring_.softcap > 0)
+      weigh_capped(pair, scoring_);
+    else
+      weigh(pair, scoring_);
     multiply_leaf<T>({n, depth, n}, {weights_, n}, {grads_by_row_, depth},
                      {value_grads_ + offset, depth}, true);
     multiply_leaf<T>({n, depth, n}, {score_grads_, n}, {queries_by_row_, depth},
@@ -215,7 +230,7 @@ class AttentionBackward {
 
   Heads heads_;
   Mask mask_;
-  float scale_;
+  Scoring scoring_;
   int64_t count_, blocks_;  // keys of the sample, and their blocks
   Schedule depth_schedule_;
   BumpAllocator memory_;
@@ -244,7 +259,7 @@ class AttentionBackward {
 
 template <class T>
 void run_backward(const BackwardInputs<T>& in, const BackwardOutputs<T>& out, const Tensor& spans,
-                  const Heads& heads, const Mask& mask, float scale) {
+                  const Heads& heads, const Mask& mask, const Scoring& scoring) {
   at::parallel_for(0, spans.size(0) * heads.key_heads, 1, [&](int64_t begin, int64_t end) {
     thread_local Scratch scratch;
     FixedFpEnvironment fp_environment;
@@ -252,7 +267,7 @@ void run_backward(const BackwardInputs<T>& in, const BackwardOutputs<T>& out, co
       const int64_t* span =  // [2]: first row, rows
           spans.const_data_ptr<int64_t>() + task / heads.key_heads * 2;
       if (span[1] == 0) continue;
-      AttentionBackward<T>(heads, mask, scale, scratch, span[1])
+      AttentionBackward<T>(heads, mask, scoring, scratch, span[1])
           .run(in, out, span[0], task % heads.key_heads);
     }
     engine::brgemm_release(paired<T>);
@@ -264,7 +279,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward_op(const Tensor& grad, con
                                                          const Tensor& out, const Tensor& lse,
                                                          const Tensor& spans, const Tensor& blocks,
                                                          const Tensor& lengths, double scale,
-                                                         bool causal, int64_t window) {
+                                                         bool causal, int64_t window,
+                                                         double softcap, int64_t chunk_size) {
   check_engine();
   check_attention(q, k, v, spans, blocks, lengths);
   const at::ScalarType dtype = engine_dtype(q.scalar_type());
@@ -291,7 +307,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward_op(const Tensor& grad, con
     const BackwardOutputs<T> outputs{head_rows(q_grad, q_grad.mutable_data_ptr<T>()),
                                      head_rows(k_grad, k_grad.mutable_data_ptr<T>()),
                                      head_rows(v_grad, v_grad.mutable_data_ptr<T>())};
-    run_backward(inputs, outputs, spans, heads, {causal, window}, static_cast<float>(scale));
+    run_backward(inputs, outputs, spans, heads, {causal, window, chunk_size},
+                 {static_cast<float>(scale), static_cast<float>(softcap)});
   });
   const at::ScalarType result = q.scalar_type();
   return {round_tensor("attention", q_grad, result), round_tensor("attention", k_grad, result),
@@ -303,8 +320,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward_op(const Tensor& grad, con
 TORCH_LIBRARY_FRAGMENT(isobit, m) {
   m.def(
       "attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-      "Tensor spans, Tensor blocks, Tensor lengths, float scale, bool causal, int window) "
-      "-> (Tensor, Tensor, Tensor)");
+      "Tensor spans, Tensor blocks, Tensor lengths, float scale, bool causal, int window, "
+      "float softcap=0.0, int chunk_size=0) -> (Tensor, Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(isobit, CPU, m) { m.impl("attention_backward", &attention_backward_op); }

@@ -1,4 +1,4 @@
-// The logistic function and the normal distribution, sixteen lanes at a time.
+// The logistic function, tanh and the normal distribution, sixteen lanes at a time.
 //
 // As in exponential.h these are chains of IEEE operations, each rounded by itself, so a value has
 // one result at every position. The portable executor has the same chains in torch operations.
@@ -33,6 +33,27 @@ ISOBIT_INLINE void sigmoid(const Vector& x, Vector& s, Vector& complement) {
   complement = 1.0f - s;
   const Vector product = e * s;
   set_where_positive(x, product, complement);
+}
+
+namespace hyperbolic {
+constexpr float near = 0.625f;
+constexpr float p0 = -3.33332819422e-1f, p1 = 1.33314422036e-1f, p2 = -5.37397155531e-2f,
+                p3 = 2.06390887954e-2f, p4 = -5.70498872745e-3f;
+}  // namespace hyperbolic
+
+// Sets t to tanh x: x + x³ p(x²) where |x| < 0.625, else 1 − 2e / (1 + e) with e = e^(−2|x|) and the
+// sign of x. A NaN stays NaN.
+ISOBIT_INLINE void tanh(const Floats& x, Floats& t) {
+  using namespace hyperbolic;
+  Floats size;
+  absolute(x, size);
+  Floats e = size * -2.0f;
+  exp_nonpositive(e);
+  const Floats far = 1.0f - (e + e) / (e + 1.0f), square = size * size;
+  const Floats p = (((p4 * square + p3) * square + p2) * square + p1) * square + p0;
+  const Floats chosen = size < near ? p * square * size + size : far;
+  t = reinterpret_cast<Floats>((reinterpret_cast<Uint32s>(chosen) & 0x7fffffffu) |
+                               (reinterpret_cast<Uint32s>(x) & 0x80000000u));
 }
 
 namespace normal {

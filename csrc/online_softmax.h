@@ -2,7 +2,7 @@
 #pragma once
 
 #include "attention.h"
-#include "exponential.h"
+#include "elementary.h"
 #include "logarithm.h"
 
 namespace isobit {
@@ -20,6 +20,16 @@ struct RunningSoftmax {
     std::fill(output, output + rows * depth, 0.0f);
   }
 };
+
+// Scales and caps scores [n] in place; n is a multiple of 16.
+ISOBIT_CLONES inline void cap_scores(float* scores, int64_t n, const Scoring scoring) {
+  for (int64_t i = 0; i < n; i += lane_count) {
+    Floats& score = *reinterpret_cast<Floats*>(scores + i);
+    Floats bent;
+    tanh(score * scoring.scale / scoring.softcap, bent);
+    score = bent * scoring.softcap;
+  }
+}
 
 // Scales and masks scores in place, and writes the new running maximum of each row.
 //   scores      [rows][attention_block]

@@ -122,6 +122,50 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(lambda *t: isobit.attention(*t, is_causal=True), (q, k, v))
 
 
+MASKS = (
+    {"is_causal": True, "softcap": 1.5},
+    {"is_causal": False, "window": 9},
+    {"is_causal": True, "chunk_size": 24},
+    {"is_causal": True, "softcap": 20.0, "window": 70, "chunk_size": 100},
+)
+
+
+@pytest.mark.parametrize("options", MASKS, ids=str)
+def test_masks_and_caps_are_differentiated(options):
+    q, k, v = (t.double().requires_grad_() for t in problem(6, 1, 1, 16))
+    few = {**options, "window": 3} if "window" in options else options
+    few = {**few, "chunk_size": 4} if "chunk_size" in few else few
+    assert torch.autograd.gradcheck(lambda *t: isobit.attention(*t, **few), (q, k, v))
+
+
+@pytest.mark.parametrize("options", MASKS, ids=str)
+def test_a_sample_with_a_mask_is_the_same_packed_padded_and_in_the_cache(options):
+    q, k, v = (t[0] for t in problem(130, depth=16))
+    alone = isobit.attention(q, k, v, **options)
+    two = torch.cat([draw(33, 4, 16), q]), *(torch.cat([draw(33, 2, 16), t]) for t in (k, v))
+    samples = isobit.Samples.packed([33, 130])
+    packed = isobit.attention(*two, q_samples=samples, k_samples=samples, **options)
+    assert bits.equal(packed[33:], alone)
+    if options["is_causal"]:
+        cache = isobit.KVCache(2, 16)
+        sequence = cache.start()
+        cache.append(sequence, k, v)
+        rest = {name: value for name, value in options.items() if name != "is_causal"}
+        assert bits.equal(cache.attend(q[-3:], [sequence], [3], **rest), alone[-3:])
+    # What is not seen may be anything.
+    position = torch.arange(130)
+    seen = torch.ones(130, dtype=torch.bool)
+    if options["is_causal"]:
+        seen &= position <= 60
+    if window := options.get("window"):
+        seen &= (position - 60).abs() < window
+    if size := options.get("chunk_size"):
+        seen &= position // size == 60 // size
+    spoilt = [torch.where(seen[:, None, None], t, torch.nan) for t in (k, v)]
+    assert bits.equal(isobit.attention(q, *spoilt, **options)[60], alone[60])
+    assert not isobit.attention(q, *spoilt, **options)[-1].isfinite().any()
+
+
 def test_refusals():
     q, k, v = problem(8)
     for call in (
@@ -129,7 +173,11 @@ def test_refusals():
         lambda: isobit.attention(q[..., :60], k[..., :60], v[..., :60], is_causal=True),
         lambda: isobit.attention(q, k[:, :4], v[:, :4], is_causal=True),
         lambda: isobit.attention(q, k, v, is_causal=True, window=0),
-        lambda: isobit.attention(q, k, v, is_causal=False, window=3),
+        lambda: isobit.attention(q, k, v, is_causal=False, window=-3),
+        lambda: isobit.attention(q, k, v, is_causal=True, softcap=0.0),
+        lambda: isobit.attention(q, k, v, is_causal=True, softcap=float("nan")),
+        lambda: isobit.attention(q, k, v, is_causal=True, chunk_size=0),
+        lambda: isobit.attention(q, k, v, is_causal=False, chunk_size=3),
         lambda: isobit.attention(q, k.half(), v, is_causal=True),
         lambda: isobit.attention(q, k, v, is_causal=True, k_samples=isobit.Samples.packed([4, 4])),
         lambda: isobit.KVCache(2, 64).attend(q[0], [isobit.KVCache(2, 64).start()]),

@@ -6,12 +6,14 @@ import torch
 import isobit
 from isobit import Samples, bits
 from isobit.ops import dispatch
+from isobit.ops.attesting import call_native
+from isobit.ops.experts import portable
+from isobit.ops.experts.op import SCORES
 from isobit.ops.experts.portable import segments_of
 from isobit.parallel import GlobalBatch, Gradients
 from tests.attacks.operators import force_portable
 
 LENGTHS, EXPERTS, K, HIDDEN, INNER = (5, 9, 1, 7), 8, 3, 24, 20
-SCORES = ("softmax", "sigmoid", "softmax_of_chosen")
 
 
 class Mixture(torch.nn.Module):
@@ -175,8 +177,12 @@ def test_gradients_are_those_of_autograd(score):
         "softmax": lambda: logits.softmax(-1),
         "sigmoid": logits.sigmoid,
         "softmax_of_chosen": lambda: logits,
+        "sigmoid_of_chosen": lambda: logits,
     }[score]().gather(1, routes.experts)
-    last = chosen.softmax(-1) if "chosen" in score else chosen / chosen.sum(-1, keepdim=True)
+    last = {
+        "softmax_of_chosen": lambda: chosen.softmax(-1),
+        "sigmoid_of_chosen": chosen.sigmoid,
+    }.get(score, lambda: chosen / chosen.sum(-1, keepdim=True))()
     (wanted,) = torch.autograd.grad(last * 1.5, logits, grad)
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
 
@@ -251,3 +257,82 @@ def test_the_sum_of_a_token_is_the_tree_over_segments_of_experts(count):
 def test_refusals_name_what_is_wrong(call, word):
     with pytest.raises(isobit.ArgumentError, match=word):
         call()
+
+
+HARD = (torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e-42)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("tokens", [0, 1, 41])
+@pytest.mark.parametrize("count", [6, 64])
+def test_native_routes_and_sums_are_the_portable_ones(dtype, tokens, count):
+    if not dispatch.is_native(dtype):
+        pytest.skip("no native kernels")
+    drawn, k = torch.Generator().manual_seed(count), 3
+    logits = torch.randn(tokens, count, generator=drawn) * 4
+    logits[::5] = logits[::5].round()  # ties
+    for at, value in enumerate(HARD):
+        logits[at + 1 :: 7, at] = value
+    logits, bias = logits.to(dtype), torch.randn(count, generator=drawn)
+    spans = torch.tensor([[0, tokens // 3], [tokens // 2, tokens - tokens // 2]])  # and padding
+    compared = 0
+    for score in SCORES:
+        for how in ((True, 1.0, 1, 1), (False, 2.5, 1, 1), (True, 0.3, 2, 1)):
+            given = logits, bias if how[2] > 1 else None, spans, k, score, *how
+            for left, right in zip(
+                torch.ops.isobit.route(*given), portable.route(*given), strict=True
+            ):
+                assert bits.equal(left, right)
+                compared += 1
+    assert compared == 24
+    weights, experts = portable.route(*given)
+    tokens_of, places, rows = torch.ops.isobit.plan_routes(experts, count)
+    order = experts.reshape(-1).argsort(stable=True)[: int(rows.sum())]
+    assert torch.equal(tokens_of, order // k)
+    assert torch.equal(places.reshape(-1)[order], torch.arange(len(order)))
+    assert int((places < 0).sum()) == experts.numel() - len(order)
+    made = torch.randn(len(order), 35, generator=drawn) * torch.logspace(-6, 6, 35)
+    for at, value in enumerate(HARD):
+        made[at::11, at] = value
+    made = made.to(dtype)
+    for factors in (weights, weights.to(dtype)):
+        found = torch.ops.isobit.combine(made, factors, experts, places, tokens_of, count)
+        assert bits.equal(found, portable.combine(made, factors, experts, places, count))
+    found = torch.ops.isobit.dispatch_rows_backward(made, experts, places, count)
+    assert bits.equal(found, portable.combine(made, None, experts, places, count))
+
+
+def test_a_wrong_kernel_is_not_attested():
+    """The comparison at start finds sums by slot, and ties that go to the highest id."""
+
+    def by_slot(name, *given):
+        if name != "combine":
+            return call_native(name, *given)
+        rows, weights, experts, places, _, count = given
+        slots = torch.arange(experts.shape[1]).expand(experts.shape)
+        return portable.combine(rows, weights, slots, places, count)
+
+    def highest_id(name, *given):
+        if name != "route":
+            return call_native(name, *given)
+        logits, bias, *rest = given
+        flipped = None if bias is None else bias.flip(0)
+        weights, experts = call_native(name, logits.flip(1), flipped, *rest)
+        last = logits.shape[1]
+        return weights, torch.where(experts == last, last, last - 1 - experts)
+
+    for dtype in (torch.float32, torch.bfloat16):
+        assert portable.difference(dtype) is None
+        assert portable.difference(dtype, highest_id).startswith("route by")
+    assert portable.difference(torch.float32, by_slot) == "combine"  # 16 bits round it away
+
+
+def test_native_tables_are_checked():
+    rows, ids = torch.randn(4, 3), torch.tensor([[0, 1], [1, 0]])
+    for experts, places in ((ids, ids + 9), (ids + 7, ids), (ids.int(), ids.int())):
+        with pytest.raises(RuntimeError, match=r"isobit\.combine: expected"):
+            torch.ops.isobit.combine(rows, torch.ones(2, 2), experts, places, ids[0], 2)
+    with pytest.raises(RuntimeError, match=r"isobit\.route: expected experts from 0 to 2"):
+        torch.ops.isobit.plan_routes(ids + 5, 2)
+    with pytest.raises(RuntimeError, match=r"isobit\.grouped_linear: expected 4 rows"):
+        torch.ops.isobit.grouped_linear_forward(rows, torch.randn(2, 5, 3), None, [1, 1], False)

@@ -202,7 +202,8 @@ def attention() -> Iterator[Call]:
     yield "query heads that key heads do not divide", (torch.ones(4, 3, 16), q, q), {}
     yield "fewer keys than queries", (q, q[:3], q[:3]), {}
     yield "a window of 0", (q, q, q), {"window": 0}
-    yield "a window without causal", (q, q, q), {"window": 2, "is_causal": False}
+    yield "a soft cap of 0", (q, q, q), {"softcap": 0.0}
+    yield "chunks without causal", (q, q, q), {"chunk_size": 2, "is_causal": False}
     yield "keys of another dtype", (q, q.bfloat16(), q), {}
     yield "integers", (q.int(), q.int(), q.int()), {}
     yield "rows without heads", (q[0], q[0], q[0]), {}

@@ -84,17 +84,29 @@ def attention(
     is_causal: bool = True,
     scale: float | None = None,
     window: int | None = None,
+    softcap: float | None = None,
+    chunk_size: int | None = None,
 ) -> Tensor:
-    """Return `F.scaled_dot_product_attention` of [..., tokens, heads, depth]; keys of a group are repeated."""
+    """Return `F.scaled_dot_product_attention` of [..., tokens, heads, depth]; keys of a group are repeated.
+
+    With a soft cap, which that function does not have, by products and softmax, as models compute it.
+    """
     q, k, v = (t.transpose(-2, -3) for t in (q, k, v))
     asked, known = q.shape[-2], k.shape[-2]
     positions, keys = torch.arange(asked).unsqueeze(1) + known - asked, torch.arange(known)
     seen = (keys <= positions) | torch.tensor(not is_causal)
     if window:
-        seen = seen & (keys > positions - window)
+        seen = seen & ((keys - positions).abs() < window)
+    if chunk_size:
+        seen = seen & (keys // chunk_size == positions // chunk_size)
     group = q.shape[-3] // k.shape[-3]
     k, v = (t.repeat_interleave(group, -3) for t in (k, v))
-    plain = is_causal and asked == known and window is None
+    if softcap is not None:
+        scores = q @ k.transpose(-1, -2) * (scale or q.shape[-1] ** -0.5)
+        scores = softcap * torch.tanh(scores / softcap)
+        y = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v
+        return y.transpose(-2, -3)
+    plain = is_causal and asked == known and window is None and chunk_size is None
     mask = None if plain or bool(seen.all()) else seen
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=plain, scale=scale)
     return y.transpose(-2, -3)

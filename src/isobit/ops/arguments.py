@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -153,3 +154,13 @@ def autocast_device(tensors: tuple[torch.Tensor | None, ...]) -> str | None:
     if any(isinstance(t, torch.Tensor) and t.is_cuda for t in tensors):
         return "cuda" if on_gpu else None
     return "cpu" if on_cpu else None
+
+
+def check_softcap(softcap: float | None) -> None:
+    """Raise unless a soft cap is positive and finite, or there is none."""
+    if softcap is not None and not (math.isfinite(softcap) and softcap > 0):
+        raise ArgumentError(
+            expected="a soft cap that is positive and finite",
+            received=f"softcap={softcap}",
+            remedy="leave softcap out for values without a cap",
+        )

@@ -23,9 +23,11 @@ TABLES = [
     "EXPERTS",
     "MIXTURES",
     "LATENT_ATTENTIONS",
+    "TEMPERED_ATTENTIONS",
     "COMPOSITES",
     "HEADS",
     "SCORING_HEADS",
+    "ENCODER_HEADS",
 ]
 FILES = ("activations", "modeling_layers")  # of transformers, which belong to no family
 ENTRIES = [

@@ -177,10 +177,12 @@ def prepared(model: nn.Module, name: str) -> tuple[Any, State]:
             received=type(causal).__name__,
             remedy="pass the model that has the language-model head",
         )
-    if tp_group_of(causal.lm_head) is not None or require_head(state).divisor(causal) != 1.0:
+    head = require_head(state)
+    scaled = head.divisor(causal) != 1.0 or head.softcap(causal) is not None
+    if tp_group_of(causal.lm_head) is not None or scaled:
         raise UnsupportedError(
             expected=f"{name} with a whole head, whose logits are used as they are",
-            received="a head that is split over ranks, or whose logits the model divides",
+            received="a head that is split over ranks, or whose logits the model divides or caps",
             remedy="unshard the model; for divided logits call isobit.distillation_loss with hidden states",
         )
     return causal, state

@@ -16,9 +16,20 @@ from isobit.integrations.transformers.classification import (
     forward_sequence_classification,
     forward_token_classification,
 )
+from isobit.integrations.transformers.encoders import (
+    forward_every_token,
+    forward_first_token,
+    forward_masked_lm,
+)
 from isobit.integrations.transformers.forwards import forward_base, forward_causal, forward_logits
 from isobit.integrations.transformers.parts.attention import ATTENTION, register_attention
-from isobit.integrations.transformers.parts.heads import SAMPLES, TOKENS
+from isobit.integrations.transformers.parts.heads import (
+    EVERY_TOKEN,
+    FIRST_TOKEN,
+    MASKED,
+    SAMPLES,
+    TOKENS,
+)
 from isobit.integrations.transformers.parts.lora import MODES
 from isobit.integrations.transformers.parts.meaning import compare_with_stock, score_tokens
 from isobit.integrations.transformers.parts.recognition import Outer, make_plan
@@ -39,7 +50,13 @@ OUTER = Outer(
     forward_causal,
     forward_base,
     forward_logits,
-    {SAMPLES: forward_sequence_classification, TOKENS: forward_token_classification},
+    {
+        SAMPLES: forward_sequence_classification,
+        TOKENS: forward_token_classification,
+        MASKED: forward_masked_lm,
+        FIRST_TOKEN: forward_first_token,
+        EVERY_TOKEN: forward_every_token,
+    },
 )
 _changing = threading.RLock()  # held while forwards are installed or restored
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -12,8 +14,15 @@ from isobit.errors import ArgumentError, UnsupportedError
 from isobit.foundation import backends
 from isobit.foundation.machine import flushes_subnormals
 from isobit.integrations.transformers.accumulation import warn_at_backward
-from isobit.integrations.transformers.head import keep_rows, logits_of, loss_of
+from isobit.integrations.transformers.head import keep_rows, logits_of, loss_of, scale_logits
 from isobit.integrations.transformers.layout import LAYOUT, Layout, in_force, read_layout
+from isobit.integrations.transformers.load_balancing import (
+    ROUTER_LOGITS,
+    check_balancing,
+    collected,
+    load_balancing_loss,
+    wants_router_logits,
+)
 from isobit.integrations.transformers.package import library
 from isobit.integrations.transformers.parts.attention import check_registered
 from isobit.integrations.transformers.parts.caches import keep_every_key, refuse_changed_keys
@@ -22,7 +31,6 @@ from isobit.integrations.transformers.parts.lora import active_module, adapter_s
 from isobit.integrations.transformers.parts.recognition import check_dropouts
 from isobit.integrations.transformers.refusals import refuse, refuse_flushing
 from isobit.integrations.transformers.state import State, find_owner, find_state, require_state
-from isobit.ops.logprob.portable import inverse
 from isobit.ops.share import share_in_force
 from isobit.order.samples import Samples
 
@@ -68,7 +76,16 @@ def forward_base(
         )
     if layout.kind == "packed":
         use_cache = refuse_packed_cache(past_key_values, use_cache)
-    past_key_values = keep_every_key(module.config, past_key_values, use_cache)
+    kind_of_model: Any = type(module)
+    if takes_cache(kind_of_model):
+        inputs["past_key_values"] = keep_every_key(module.config, past_key_values, use_cache)
+        inputs["use_cache"] = use_cache
+    elif past_key_values is not None or use_cache:
+        raise UnsupportedError(
+            expected=f"no cache for {type(module).__name__}, whose tokens see both sides",
+            received=f"use_cache={use_cache}, past_key_values={type(past_key_values).__name__}",
+            remedy="call the model without past_key_values and use_cache",
+        )
     inputs[LAYOUT] = layout
 
     def run() -> Any:
@@ -77,15 +94,13 @@ def forward_base(
                 module,
                 input_ids=input_ids,
                 position_ids=layout.positions,
-                past_key_values=past_key_values,
                 inputs_embeds=inputs_embeds,
-                use_cache=use_cache,
                 **inputs,
             )
 
     if not outermost:
         return run()
-    kind = kind_of(module, layout, past_key_values, use_cache)
+    kind = kind_of(module, layout, inputs.get("past_key_values"), use_cache)
     state = find_state(module)
     if state is None:
         state, kind = require_backbone(module), (*kind, "backbone")
@@ -113,6 +128,8 @@ def forward_causal(
     inputs[LAYOUT] = layout
 
     def run() -> Any:
+        if balanced:
+            layout.pending[ROUTER_LOGITS] = []
         found = module.model(
             input_ids=input_ids,
             past_key_values=past_key_values,
@@ -123,31 +140,47 @@ def forward_causal(
         )
         hidden, loss, logits = found.last_hidden_state, None, None
         refuse_tied_share(module)
-        divisor = require_head(state).divisor(module)
         if scored:
-            loss = loss_of(hidden, active_module(module.lm_head), layout, labels, inputs, divisor)
+            loss = loss_of(hidden, active_module(module.lm_head), layout, labels, inputs, *scaling)
         else:
             hidden, samples = keep_rows(hidden, layout, logits_to_keep)
-            logits = module.lm_head(hidden, samples)
-            if divisor != 1.0:
-                logits = logits * inverse(divisor, logits.dtype).to(logits.device)
-        return library("modeling_outputs").CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            past_key_values=found.past_key_values,
-            hidden_states=found.hidden_states,
-            attentions=found.attentions,
-        )
+            logits = scale_logits(module.lm_head(hidden, samples), *scaling)
+        made = {
+            "loss": loss,
+            "logits": logits,
+            "past_key_values": found.past_key_values,
+            "hidden_states": found.hidden_states,
+            "attentions": found.attentions,
+        }
+        if not balanced:
+            return library("modeling_outputs").CausalLMOutputWithPast(**made)
+        routed = collected(module, layout)
+        aux = load_balancing_loss(routed, module.num_experts, module.num_experts_per_tok, layout)
+        if loss is not None:
+            made["loss"] = loss + aux * module.router_aux_loss_coef
+        output = library("modeling_outputs").MoeCausalLMOutputWithPast
+        return output(**made, aux_loss=aux, router_logits=routed)
 
     state = require_state(module)
-    refuse_router_logits(module, inputs)
+    head = require_head(state)
+    scaling = head.divisor(module), head.softcap(module)
+    balanced = wants_router_logits(module, inputs)
+    if balanced:
+        check_balancing(head.kind)
     scored = labels is not None or inputs.get("shift_labels") is not None
     if scored:
         refuse_other_loss(module)
-    kind = (*kind_of(module, layout, past_key_values, use_cache), scored)
+    how = (scored, scaling[1] is not None, balanced)
+    kind = (*kind_of(module, layout, past_key_values, use_cache), *how)
     output = run_checked(state, module, kind, run, calls_head=not scored)
     wanted = module.config.return_dict if return_dict is None else return_dict
     return output if wanted else output.to_tuple()
+
+
+@lru_cache(maxsize=256)
+def takes_cache(kind: Any) -> bool:
+    """Return whether a backbone has an argument for a cache; encoders have none."""
+    return "past_key_values" in inspect.signature(kind.forward).parameters
 
 
 def forward_logits(module: nn.Linear, hidden: Tensor, samples: Samples | None = None) -> Tensor:
@@ -248,17 +281,6 @@ def refuse_other_loss(module: Any, stock: str = "ForCausalLMLoss") -> None:
             f"model.loss_function = {getattr(found, '__qualname__', type(found).__name__)}",
             "call your function with the logits of model(input_ids) without labels, or put the stock loss back: "
             f"model.loss_function = transformers.loss.loss_utils.{stock}",
-        )
-
-
-def refuse_router_logits(module: Any, inputs: dict[str, Any]) -> None:
-    """Raise if the loss that balances experts is asked for: a product of two sums over all tokens of a batch."""
-    asked = inputs.pop("output_router_logits", None)
-    if getattr(module.config, "output_router_logits", False) if asked is None else asked:
-        refuse(
-            "a model without the auxiliary loss of its routers",
-            "output_router_logits=True",
-            "set config.output_router_logits to False; read the logits of a router by a hook on it",
         )
 
 

@@ -12,13 +12,13 @@ from isobit.errors import UnsupportedError
 from isobit.integrations.transformers.layout import Layout
 from isobit.integrations.transformers.package import library
 from isobit.nn.linear import read_weight
-from isobit.ops.arguments import cast_for_autocast
+from isobit.ops.arguments import cast_for_autocast, check_softcap
 from isobit.ops.linear.op import linear, linear_fp32
 from isobit.ops.log_softmax.op import log_softmax
 from isobit.ops.logprob.loss import linear_cross_entropy
 from isobit.ops.logprob.op import IGNORED, linear_logprob
 from isobit.ops.logprob.portable import inverse
-from isobit.ops.logprob.supported import kept_of
+from isobit.ops.logprob.supported import kept_of, soft_cap_logits
 from isobit.ops.portable.samples import spans_of
 from isobit.ops.registration import PREFIXES, executor_of
 from isobit.ops.share import as_partial, check_share, share_in_force
@@ -59,6 +59,40 @@ class Logits(torch.autograd.Function):
         )
 
 
+class CappedLogits(torch.autograd.Function):
+    """Compute cap · tanh(logits / cap)."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, cap: float) -> Tensor:
+        bent, slope = soft_cap_logits(logits, cap)
+        ctx.save_for_backward(slope)
+        return bent
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.saved_tensors[0], None
+
+
+def scale_logits(logits: Tensor, divisor: float, softcap: float | None) -> Tensor:
+    """Return logits as a model scales them after its head: divided, or with a soft cap."""
+    if softcap is not None:
+        check_softcap(softcap)
+        logits = CappedLogits.apply(logits, softcap)  # type: ignore[no-untyped-call]
+    if divisor != 1.0:
+        logits = logits * inverse(divisor, logits.dtype).to(logits.device)
+    return logits
+
+
+def refuse_split_cap(softcap: float | None) -> None:
+    """Raise where the vocabulary is split over ranks, which has no form with a soft cap."""
+    if softcap is not None:
+        raise UnsupportedError(
+            expected="a head that is not split over ranks, for logits with a soft cap",
+            received=f"a soft cap of {softcap} and a vocabulary that is split over ranks",
+            remedy="unshard the model; or set config.final_logit_softcapping to None, if it is meant to run without",
+        )
+
+
 def logits_of(hidden: Tensor, head: nn.Linear, samples: Samples | None) -> Tensor:
     """Return logits [..., V] in fp32. Their `isobit.log_softmax` equals `isobit.linear_logprob` bit for bit."""
     tp_group, read = tp_group_of(head), read_weight(head)
@@ -94,10 +128,11 @@ def loss_of(
     labels: Tensor | None,
     inputs: dict[str, Any],
     divisor: float = 1.0,
+    softcap: float | None = None,
 ) -> Tensor:
     """Return the mean of −log p of the labels, or their sum divided by `num_items_in_batch`.
 
-    Logits are divided by `divisor`.
+    Logits are divided by `divisor`, or have a soft cap.
     """
     ignored, targets = inputs.get("ignore_index", IGNORED), inputs.get("shift_labels")
     if targets is None:
@@ -114,8 +149,9 @@ def loss_of(
     tp_group, read = tp_group_of(head), read_weight(head)
     hidden, weight = cast_for_autocast(hidden, read.weight)
     if tp_group is not None:
+        refuse_split_cap(softcap)
         return vocab_cross_entropy(hidden, weight, targets, tp_group=tp_group, **asked)
-    return linear_cross_entropy(hidden, weight, targets, **asked)
+    return linear_cross_entropy(hidden, weight, targets, softcap=softcap, **asked)
 
 
 def logprobs_of(
@@ -125,19 +161,25 @@ def logprobs_of(
     targets: Tensor,
     temperature: float,
     support: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Return log p of each target, [B, T] in fp32; +0 where the target is -100."""
     asked: dict[str, Any] = {"temperature": temperature, "samples": layout.samples}
     tp_group, read = tp_group_of(head), read_weight(head)
     hidden, weight = cast_for_autocast(hidden, read.weight)
     if tp_group is not None:
+        refuse_split_cap(softcap)
         return vocab_logprob(hidden, weight, targets, tp_group=tp_group, **asked)
-    return linear_logprob(hidden, weight, targets, support=support, **asked)
+    return linear_logprob(hidden, weight, targets, support=support, softcap=softcap, **asked)
 
 
 @torch.no_grad()
 def keep_of(
-    hidden: Tensor, head: nn.Linear, support: Tensor | Truncation | None, temperature: float
+    hidden: Tensor,
+    head: nn.Linear,
+    support: Tensor | Truncation | None,
+    temperature: float,
+    softcap: float | None = None,
 ) -> Tensor | None:
     """Return the support as a tensor: that of a Truncation from logits divided by the temperature."""
     if not isinstance(support, Truncation):
@@ -146,14 +188,19 @@ def keep_of(
     hidden, weight = cast_for_autocast(hidden, read.weight)
     kept = hidden.new_empty((*hidden.shape[:-1], len(weight)), dtype=torch.bool)
     for rows, into in in_chunks(hidden, kept):
-        logits = linear_fp32(rows, weight)
+        logits = scale_logits(linear_fp32(rows, weight), 1.0, softcap)
         into.copy_(support.keep(logits * inverse(temperature, logits.dtype)))
     return kept
 
 
 @torch.no_grad()
 def entropy_of(
-    hidden: Tensor, head: nn.Linear, targets: Tensor, temperature: float, support: Tensor | None
+    hidden: Tensor,
+    head: nn.Linear,
+    targets: Tensor,
+    temperature: float,
+    support: Tensor | None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Return −Σ p log p, [B, T] in fp32, in the order of a feature axis; +0 where there is no target."""
     read = read_weight(head)
@@ -163,7 +210,8 @@ def entropy_of(
     ones = torch.ones(1, len(weight))
     start = 0
     for rows, into in in_chunks(hidden, found):
-        logits = linear_fp32(rows, weight) * inverse(temperature, torch.float32)
+        logits = scale_logits(linear_fp32(rows, weight), 1.0, softcap)
+        logits = logits * inverse(temperature, torch.float32)
         if kept is not None:
             logits = torch.where(kept[start : start + len(rows)], logits, -torch.inf)
             start += len(rows)

@@ -125,6 +125,7 @@ def score(
     head = active_module(causal.lm_head)
     targets, temperature, support = asked
     temperature = temperature * require_head(state).divisor(model)
+    softcap = require_head(state).softcap(model)
     refuse_split_support(causal, support, want_entropy)
     past = inputs.get("past_key_values")
     layout = layout_of(input_ids, None, attention_mask, position_ids, past, inputs)
@@ -135,13 +136,13 @@ def score(
     def run() -> tuple[Tensor, Tensor | None]:
         hidden = causal.model(input_ids=input_ids, return_dict=True, **inputs).last_hidden_state
         refuse_tied_share(causal)
-        kept = keep_of(hidden, head, support, temperature)
-        found = logprobs_of(hidden, head, layout, wanted, temperature, kept)
+        kept = keep_of(hidden, head, support, temperature, softcap)
+        found = logprobs_of(hidden, head, layout, wanted, temperature, kept, softcap)
         if not want_entropy:
             return found, None
-        return found, entropy_of(hidden, head, wanted, temperature, kept)
+        return found, entropy_of(hidden, head, wanted, temperature, kept, softcap)
 
-    how = ("logprobs", support is not None, want_entropy)
+    how = ("logprobs", support is not None, want_entropy, softcap is not None)
     kind = (*kind_of(model, layout, past, cached), *how)
     return run_checked(state, model, kind, run, calls_head=False, calls_model=False)
 

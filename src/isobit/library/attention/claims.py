@@ -25,6 +25,7 @@ from isobit.library.placements import (
 )
 from isobit.library.subjects import Subject, must_raise, on_one_thread
 from isobit.ops.attention import portable
+from isobit.ops.attention.op import mask_of
 from isobit.order.plan import ATTENTION_BLOCK, ATTENTION_CHUNK
 from isobit.order.samples import Samples
 
@@ -99,6 +100,13 @@ def unseen_is_nothing(subject: Subject, case: Case, tally: Tally) -> None:
         first = half + window - 1
         found = subject(q, early_k, early_v, window=window)[first:]
         tally.same(found, windowed[first:], f"a window after {value}")
+        # Seen from both sides, and in chunks: a window of `half`, and chunks of so many positions.
+        for name, options, rows in (
+            ("both sides", {"is_causal": False, "window": window}, slice(first, None)),
+            ("chunks", {"chunk_size": half or 1}, slice(half, None)),
+        ):
+            whole, found = (subject(q, *kv, **options) for kv in ((k, v), (early_k, early_v)))
+            tally.same(found[rows], whole[rows], f"{name} after {value}")
         spoilt = torch.full_like(k, value)
         both = [torch.cat([other, mine]) for other, mine in ((q, q), (spoilt, k), (spoilt, v))]
         found = subject(*both, q_samples=known, k_samples=known)[tokens:]
@@ -165,7 +173,7 @@ def gradients_agree(subject: Subject, case: Case, tally: Tally) -> None:
     """y, dq, dk and dv have the bits of the portable executor."""
     q, k, v = case.arguments.values()
     grad = case.draw(tuple(q.shape), 90)
-    mask = portable.Mask(DEPTH**-0.5, True, case.options.get("window") or 0)
+    mask = mask_of(q, **{"is_causal": True, **case.options})
     found = all_four(subject, [q, k, v, grad], **case.options)
     tally.count(len(q) * q.shape[1])
     spans, lengths = torch.tensor([[0, len(q)]]), torch.tensor([len(q)])
@@ -174,6 +182,20 @@ def gradients_agree(subject: Subject, case: Case, tally: Tally) -> None:
     known = [y, *portable.attention_backward(portable.Saved(grad, q, k, v, y, lse), spans, mask)]
     for name, left, right in zip(("y", "dq", "dk", "dv"), found, known, strict=True):
         tally.same(left, right, f"{name} against the other executor")
+
+
+@on_one_thread
+def masks_and_caps(subject: Subject, case: Case, tally: Tally) -> None:
+    """y, dq, dk and dv have the bits of the portable executor, and are near stock's in fp64."""
+    gradients_agree(subject, case, tally)
+    q, k, v = case.arguments.values()
+    grad = case.draw(tuple(q.shape), 90)
+    found = all_four(subject, [q, k, v, grad], **case.options)
+    exact = all_four(stock.attention, [t.double() for t in (q, k, v, grad)], **case.options)
+    limit = 1e-5 if case.dtype == torch.float32 else 0.05
+    for name, mine, known in zip(("y", "dq", "dk", "dv"), found, exact, strict=True):
+        error = (mine.double() - known).abs() / known.abs().amax().clamp(min=1e-6)
+        tally.true(error <= limit, f"{name}: error over {limit} of the largest element", error)
 
 
 @on_one_thread

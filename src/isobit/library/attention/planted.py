@@ -12,8 +12,8 @@ from torch import Tensor
 
 from isobit.library.gradients import gradients, with_backward
 from isobit.ops.attention import op, portable
-from isobit.ops.attention.op import check_scale, check_window, default_samples
-from isobit.ops.attention.portable import Fold, Mask, State
+from isobit.ops.attention.op import default_samples, mask_of
+from isobit.ops.attention.portable import Fold, State
 from isobit.ops.portable.elementary import exp_nonpositive
 from isobit.ops.portable.sums import multiply_add, round_once
 from isobit.order.plan import ATTENTION_BLOCK, ATTENTION_CHUNK
@@ -33,20 +33,20 @@ class Sample:
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> None:
         """Take the rows of one sample; `options` are the keywords of the call."""
         self.q, self.k, self.v = q, k, v
-        self.scale = check_scale(options.get("scale"), q.shape[-1])
-        self.causal = bool(options.get("is_causal", True))
-        self.window = check_window(options.get("window"), self.causal)
+        wanted = {"is_causal": True, **options}
+        self.mask = mask_of(q, **wanted)
+        self.window = self.mask.window
         self.past = len(k) - len(q)  # keys of earlier calls
 
     def scores(self, keys: slice) -> Tensor:
         """Return [heads, queries, keys] in fp64; −inf where a key is masked."""
         group = self.q.shape[1] // self.k.shape[1]
         k = self.k[keys].repeat_interleave(group, 1).double()
-        mask = portable.Mask(self.scale, self.causal, self.window)
-        seen = mask.seen(torch.arange(len(self.q)) + self.past, keys.start, len(k), len(self.k))
-        return torch.where(
-            seen, torch.einsum("qhd,khd->hqk", self.q.double(), k) * self.scale, -torch.inf
+        seen = self.mask.seen(
+            torch.arange(len(self.q)) + self.past, keys.start, len(k), len(self.k)
         )
+        scores, _ = self.mask.scored(torch.einsum("qhd,khd->hqk", self.q.double(), k))
+        return torch.where(seen, scores, -torch.inf)
 
     def over(self, keys: slice) -> Parts:
         """Return y and log-sum-exp over some keys, computed in fp64, so that only the planted error is wrong."""
@@ -95,10 +95,10 @@ def blocks_of(keys: int, size: int = ATTENTION_BLOCK) -> list[slice]:
 
 
 def portable_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = True, window: int | None = None
+    q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = True, **options: Any
 ) -> Tensor:
     """Return the portable executor's result for one packed sample."""
-    keys, mask = len(k), portable.Mask(check_scale(None, q.shape[-1]), is_causal, window or 0)
+    keys, mask = len(k), mask_of(q, is_causal, **options)
     starts = [list(range(0, keys, ATTENTION_BLOCK))]
     spans, lengths = torch.tensor([[0, len(q)]]), torch.tensor([keys])
     return portable.attention(q, k, v, spans, torch.tensor(starts), lengths, mask)[0]
@@ -208,6 +208,34 @@ def window_off_by_one(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor
     return attention(q, k, v, window=None if window is None else window + 1, **options)
 
 
+def without_the_cap(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """Leave scores as they are."""
+    return attention(q, k, v, **{**options, "softcap": None})
+
+
+def one_sided(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """See only the side before a query in a window of both."""
+    sided = {"is_causal": True} if options.get("window") else {}
+    return attention(q, k, v, **{**options, **sided})
+
+
+def chunks_from_the_call(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """Cut chunks where a call's queries begin instead of positions of the sample."""
+    size = options.pop("chunk_size", None)
+    if size is None:
+        return attention(q, k, v, **options)
+    return attention(q, k, v, chunk_size=size + len(q) % 2, **options)
+
+
+def slope_forgotten(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """Differentiate scores as if they had no cap."""
+
+    def backward(grad: Tensor, *given: Tensor) -> Sequence[Tensor]:
+        return gradients(without_the_cap, given, grad, **options)
+
+    return with_backward(partial(attention, **options), backward, q, k, v)
+
+
 def zero_times_infinity(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """Multiply weights that are zero with masked values."""
     return attention(q, k, v, **options) + 0 * (k.sum() + v.sum()).to(q.dtype)
@@ -278,7 +306,7 @@ def folded_by(make: FoldMaker) -> Callable[..., Tensor]:
 def fold_sample(sample: Sample, fold: Callable[..., Fold]) -> Tensor:
     """Return [queries, heads, D] of one sample."""
     y, group = torch.empty_like(sample.q), sample.q.shape[1] // sample.k.shape[1]
-    mask = Mask(sample.scale, sample.causal, sample.window)
+    mask = sample.mask
     positions = torch.arange(len(sample.q)) + sample.past
     for head in range(sample.q.shape[1]):
         folded = fold(sample.q[:, head].float(), positions, len(sample.k), mask)

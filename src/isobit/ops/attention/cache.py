@@ -14,11 +14,9 @@ from isobit.ops.attention.op import (
     BlockTable,
     attend,
     check_attention,
-    check_scale,
-    check_window,
+    mask_of,
     spans_tensor,
 )
-from isobit.ops.attention.portable import Mask
 from isobit.order.plan import ATTENTION_BLOCK
 from isobit.order.samples import Samples
 
@@ -126,6 +124,8 @@ class KVCache:
         *,
         scale: float | None = None,
         window: int | None = None,
+        softcap: float | None = None,
+        chunk_size: int | None = None,
     ) -> Tensor:
         """Compute causal attention of queries to the cached keys.
 
@@ -135,6 +135,8 @@ class KVCache:
             counts: The number of queries per sequence; by default one, its last position.
             scale: See isobit.attention.
             window: See isobit.attention.
+            softcap: See isobit.attention.
+            chunk_size: See isobit.attention.
 
         Returns:
             Tensor [R, H, D].
@@ -165,7 +167,7 @@ class KVCache:
             v,
             spans_tensor(queries, q.device),
             table,
-            Mask(check_scale(scale, q.shape[-1]), True, check_window(window, True)),
+            mask_of(q, True, scale, window, softcap, chunk_size),
         )
 
     @property

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from isobit.errors import ArgumentError, UnsupportedError
-from isobit.ops.arguments import WITH_GPU, check_tensors, refuse_shape
+from isobit.ops.arguments import WITH_GPU, check_softcap, check_tensors, refuse_shape
 from isobit.ops.attention import portable
 from isobit.ops.attention.portable import Mask
 from isobit.ops.portable.samples import as_samples
@@ -26,6 +26,8 @@ def attention(
     is_causal: bool,
     scale: float | None = None,
     window: int | None = None,
+    softcap: float | None = None,
+    chunk_size: int | None = None,
     q_samples: Samples | Tensor | None = None,
     k_samples: Samples | Tensor | None = None,
 ) -> Tensor:
@@ -40,7 +42,12 @@ def attention(
         v: Values, in the shape of k.
         is_causal: Whether a query sees only keys up to its own position.
         scale: Factor of the scores; by default 1 / sqrt(D).
-        window: With is_causal, how many keys a query sees, its own included; by default all.
+        window: How many keys up to its own a query sees; without is_causal, it also sees as many from its own on, so
+            that keys nearer than `window` positions are seen. By default all.
+        softcap: Scores become softcap · tanh(score / softcap), after the scale; by default they are not capped. On the
+            CPU.
+        chunk_size: With is_causal, a query sees only keys of its own chunk of so many positions of the sample, as in
+            Llama 4; by default all. On the CPU.
         q_samples: The rows of each sample of q, as `Samples` or cumulative lengths (`cu_seqlens`). By default each
             batch entry is a sample. Rows outside every sample are padding and give 0.
         k_samples: The same for k and v; a sample has at least as many keys as queries.
@@ -62,7 +69,8 @@ def attention(
     def places(q: Tensor, k: Tensor) -> Places:
         return Places(q, k, as_samples(q_samples), as_samples(k_samples))
 
-    return attention_in(places, q, k, v, is_causal=is_causal, scale=scale, window=window)
+    mask = mask_of(q, is_causal, scale, window, softcap, chunk_size)
+    return attention_in(places, q, k, v, mask)
 
 
 def attention_in(
@@ -70,15 +78,11 @@ def attention_in(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
-    is_causal: bool,
-    scale: float | None,
-    window: int | None,
+    mask: Mask,
 ) -> Tensor:
     """Compute `attention` of samples at places that the caller may keep from layer to layer."""
     check_tensors(WITH_GPU, q=q, k=k, v=v)
     check_attention(q, k, v)
-    mask = Mask(check_scale(scale, q.shape[-1]), is_causal, check_window(window, is_causal))
     return places(q, k).attend(q, k, v, mask)
 
 
@@ -148,7 +152,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spans: Tensor, keys: BlockTable, mas
     """Compute attention of rows [R, H, D] or [B, T, H, D]; contiguous, cached and paged keys all call this."""
     sizes = (q.shape[:-2].numel(), *q.shape[-2:], k.shape[:-2].numel(), k.shape[-2])
     where = (spans, keys.starts, keys.lengths)
-    y, _ = launch("attention", sizes, q, k, v, *where, mask.scale, mask.causal, mask.window)
+    y, _ = launch("attention", sizes, q, k, v, *where, *mask.options)
     return y  # type: ignore[no-any-return]
 
 
@@ -217,21 +221,34 @@ def check_scale(scale: float | None, depth: int) -> float:
     return depth**-0.5 if scale is None else float(scale)
 
 
-def check_window(window: int | None, is_causal: bool) -> int:
-    """Return the number of keys a query sees, or 0 for all."""
-    if window is None:
-        return 0
-    if not is_causal or window < 1:
+def mask_of(
+    q: Tensor,
+    is_causal: bool,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    chunk_size: int | None = None,
+) -> Mask:
+    """Return the mask of a call, after checking what it is made of."""
+    if window is not None and window < 1:
         raise ArgumentError(
-            expected="a window of one key or more, in causal attention",
-            received=f"window={window}, is_causal={is_causal}",
-            remedy="leave window out, or count the keys a query sees, itself included",
+            expected="a window of one key or more",
+            received=f"window={window}",
+            remedy="leave window out, or count the keys that a query sees up to its own",
         )
-    return int(window)
+    check_softcap(softcap)
+    if chunk_size is not None and (chunk_size < 1 or not is_causal):
+        raise ArgumentError(
+            expected="a chunk_size of one position or more, in causal attention",
+            received=f"chunk_size={chunk_size}, is_causal={is_causal}",
+            remedy="leave chunk_size out, or describe each chunk as a sample of its own",
+        )
+    factor = check_scale(scale, q.shape[-1])
+    return Mask(factor, is_causal, int(window or 0), float(softcap or 0), int(chunk_size or 0))
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, spans, blocks, lengths, ctx.scale, ctx.causal, ctx.window = inputs
+    q, k, v, spans, blocks, lengths, *ctx.options = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(q, k, v, *output, spans, blocks, lengths)
 
@@ -263,8 +280,8 @@ def backward_with(prefix: str) -> Any:
             )
         check_rows_of_keys(spans, blocks, lengths)
         operator = getattr(torch.ops.isobit, f"{prefix}_backward")
-        grads = operator(grad, *tensors, spans, blocks, lengths, ctx.scale, ctx.causal, ctx.window)
-        return (*grads, *[None] * 6)
+        grads = operator(grad, *tensors, spans, blocks, lengths, *ctx.options)
+        return (*grads, *[None] * (3 + len(ctx.options)))
 
     return backward
 
@@ -296,8 +313,10 @@ def portable_attention(
     scale: float,
     causal: bool,
     window: int,
+    softcap: float = 0.0,
+    chunk_size: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    mask = Mask(scale, causal, window)
+    mask = Mask(scale, causal, window, softcap, chunk_size)
     y, lse = portable.attention(
         q.flatten(0, -3), k.flatten(0, -3), v.flatten(0, -3), spans, blocks, lengths, mask
     )
@@ -318,10 +337,13 @@ def portable_attention_backward(
     scale: float,
     causal: bool,
     window: int,
+    softcap: float = 0.0,
+    chunk_size: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows = [t.flatten(0, -3) for t in (grad, q, k, v, out)]
     saved = portable.Saved(rows[0], rows[1], rows[2], rows[3], rows[4], lse.flatten(0, -2))
-    dq, dk, dv = portable.attention_backward(saved, spans, Mask(scale, causal, window))
+    mask = Mask(scale, causal, window, softcap, chunk_size)
+    dq, dk, dv = portable.attention_backward(saved, spans, mask)
     return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
 
 

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from isobit import bits
 from isobit.ops.attesting import Call, call_native, wide_values
-from isobit.ops.portable.elementary import exp_nonpositive, log_positive
+from isobit.ops.portable.elementary import exp_nonpositive, log_positive, soft_cap
 from isobit.ops.portable.sums import multiply_add, round_once, sum_last, sum_leaf, sum_rows
 from isobit.ops.share import accumulation_dtype
 from isobit.order.plan import ATTENTION_BLOCK, ATTENTION_CHUNK, Leaf
@@ -37,22 +37,45 @@ from isobit.order.plan import ATTENTION_BLOCK, ATTENTION_CHUNK, Leaf
 
 @dataclass(frozen=True)
 class Mask:
-    """The scale of the scores, and which keys a query sees; a window of 0 means all."""
+    """The scale of the scores, their soft cap, and which keys a query sees; a cap, window or size of 0 means none.
+
+    A window has `window` keys with the query's own as the last; without `causal`, also as many after it. With
+    `chunk_size`, a query sees only keys of its own piece of so many positions, from the start of the sample.
+    """
 
     scale: float
     causal: bool
     window: int
+    softcap: float = 0.0
+    chunk_size: int = 0
+
+    @property
+    def options(self) -> tuple[float, bool, int, float, int]:
+        """The last arguments of the operators."""
+        return self.scale, self.causal, self.window, self.softcap, self.chunk_size
 
     def seen(self, positions: Tensor, first: int, count: int, keys: int) -> Tensor:
         """Return [queries, count]: whether a query sees each of `count` keys from position `first` on."""
-        end = positions + 1 if self.causal else torch.full_like(positions, keys)
-        begin = (end - self.window).clamp(min=0) if self.window else torch.zeros_like(end)
+        begin, end = torch.zeros_like(positions), torch.full_like(positions, keys)
+        if self.causal:
+            end = positions + 1
+        elif self.window:
+            end = (positions + self.window).clamp(max=keys)
+        if self.window:
+            begin = (positions + 1 - self.window).clamp(min=0)
+        if self.chunk_size:
+            begin = torch.maximum(begin, positions // self.chunk_size * self.chunk_size)
         place = torch.arange(first, first + count)
         return (place >= begin[:, None]) & (place < end[:, None])
 
     def scaled(self, scores: Tensor) -> Tensor:
         """Multiply scores by the scale, rounded to the dtype of the scores."""
         return scores * torch.tensor(self.scale, dtype=scores.dtype)
+
+    def scored(self, products: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the scores of products of queries and keys, and their derivative by the scaled product (None: 1)."""
+        scaled = self.scaled(products)
+        return soft_cap(scaled, self.softcap) if self.softcap else (scaled, None)
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
@@ -127,7 +150,7 @@ class Fold:
         if self.begins_chunk(first):
             self._earlier, self._chunk = self.state, State.empty(self._q)
         seen = self._mask.seen(self._positions, first, len(k), self._keys)
-        scores = torch.where(seen, self._mask.scaled(product(self._q, k)), -torch.inf)
+        scores = torch.where(seen, self._mask.scored(product(self._q, k))[0], -torch.inf)
         known = torch.where(scores.isnan(), -torch.inf, scores)
         before = self._chunk
         most = torch.maximum(before.max, known.amax(1, keepdim=True))
@@ -213,10 +236,11 @@ class Pair:
         positions = torch.arange(queries.start - start, queries.stop - start)
         seen = mask.seen(positions, keys.start - start, len(self.k), rows)
         lse = saved.lse[queries, head].to(wide).unsqueeze(1)
-        weights = exp_nonpositive(mask.scaled(product(self.q, self.k)) - lse)
-        self.weights = torch.where(seen, weights, 0.0)
+        scores, slope = mask.scored(product(self.q, self.k))
+        self.weights = torch.where(seen, exp_nonpositive(scores - lse), 0.0)
         dots = sum_last(self.grad * saved.out[queries, head].to(wide))
-        spread = mask.scaled(self.weights * (product(self.grad, v) - dots))
+        spread = self.weights * (product(self.grad, v) - dots)
+        spread = mask.scaled(spread if slope is None else spread * slope)
         self.score_grads = torch.where(seen, spread, 0.0)
 
 

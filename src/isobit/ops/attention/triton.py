@@ -99,6 +99,22 @@ class Call:
         return self.blocks.shape[1]
 
 
+def check_mask(causal: bool, window: int, softcap: float, chunk_size: int) -> None:
+    """Raise for what the kernels do not compute."""
+    names = {
+        f"softcap={softcap}": softcap,
+        f"chunk_size={chunk_size}": chunk_size,
+        f"window={window} with is_causal=False": window and not causal,
+    }
+    for name, given in names.items():
+        if given:
+            raise UnsupportedError(
+                expected="attention on a GPU with a causal mask, a causal window, or none",
+                received=name,
+                remedy="call isobit.attention with tensors on the CPU, which computes it",
+            )
+
+
 @triton_operator("attention")
 def triton_attention(
     q: Tensor,
@@ -110,7 +126,10 @@ def triton_attention(
     scale: float,
     causal: bool,
     window: int,
+    softcap: float = 0.0,
+    chunk_size: int = 0,
 ) -> tuple[Tensor, Tensor]:
+    check_mask(causal, window, softcap, chunk_size)
     y = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.full(q.shape[:-1], torch.inf, dtype=torch.float32, device=q.device)
     call = Call.of(q, k, spans, blocks, lengths, causal, window)
@@ -173,7 +192,10 @@ def triton_attention_backward(
     scale: float,
     causal: bool,
     window: int,
+    softcap: float = 0.0,
+    chunk_size: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    check_mask(causal, window, softcap, chunk_size)
     dq, dk, dv = (torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     call = Call.of(q, k, spans, blocks, lengths, causal, window)
     if not call.longest:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isobit.foundation import launches
 from isobit.ops import dispatch
 from isobit.ops.arguments import cast_for_autocast, check_tensors, refuse_shape
 from isobit.ops.derivatives import (
@@ -116,6 +117,12 @@ class _Grouped(torch.autograd.Function):
         samples: Any,
         transposed: bool,
     ) -> Tensor:
+        if dispatch.is_native(x.dtype) and not launches.is_recording():
+            # The loop below in one call.
+            found: Tensor = torch.ops.isobit.grouped_linear_forward(
+                x, weight, bias, list(rows), transposed
+            )
+            return found
         y = x.new_empty(len(x), weight.shape[2 if transposed else 1])
         for expert, at in runs(rows):
             own = matrix(weight, expert, transposed)

@@ -21,7 +21,7 @@ from isobit.ops.registration import (
 )
 from isobit.order.samples import Samples
 
-SCORES = ("softmax", "sigmoid", "softmax_of_chosen")
+SCORES = ("softmax", "sigmoid", "softmax_of_chosen", "sigmoid_of_chosen")
 
 
 def route(
@@ -44,9 +44,9 @@ def route(
     Args:
         logits: Shape [..., E], in fp32, bf16 or fp16. Scores are computed in fp32.
         k: The number of experts of each token.
-        score: "softmax" over all experts; "sigmoid" of each logit; or "softmax_of_chosen", where the k largest logits
-            are chosen and softmax is taken of these.
-        normalize: Divide the weights by their sum over the k slots. Not used by "softmax_of_chosen".
+        score: "softmax" over all experts; "sigmoid" of each logit; or "softmax_of_chosen" or "sigmoid_of_chosen": the k
+            largest logits are chosen, and the function is taken of these.
+        normalize: Divide the weights by their sum over the k slots. Not used by the functions of chosen logits.
         scale: A factor of the weights.
         bias: Shape [E], added to the scores for the choice only; it has no gradient.
         groups: The number of groups of consecutive experts.
@@ -124,13 +124,15 @@ def register_formulas(prefix: str) -> None:
 
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         logits, experts = ctx.saved_tensors
-        operator = getattr(torch.ops.isobit, f"{prefix}_backward")
+        # One gradient for all executors: its softmax is that of the executor that serves the dtype.
+        operator = torch.ops.isobit.portable_route_backward
         return operator(grad, logits, experts, *ctx.how), *[None] * 8
 
     register_operator("route", prefix, empty, backward, setup_context)
-    register_operator(
-        "route", f"{prefix}_backward", lambda grad, logits, *_: logits.new_empty(logits.shape)
-    )
+    if prefix == "portable_route":
+        register_operator(
+            "route", f"{prefix}_backward", lambda grad, logits, *_: logits.new_empty(logits.shape)
+        )
 
 
 @portable_operator("portable_route")
@@ -157,4 +159,4 @@ def portable_route_backward(
     return portable.route_backward(grad, logits, experts, score, normalize, scale)
 
 
-declare("route", register_formulas, native=False)
+declare("route", register_formulas)

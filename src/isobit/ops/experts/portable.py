@@ -10,10 +10,14 @@ there are. The gradient of dispatched rows is the same sum.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from isobit import bits
 from isobit.ops import dispatch
+from isobit.ops.attesting import Call, call_native, wide_values
 from isobit.ops.linear.op import portable_linear
 from isobit.ops.portable.elementary import sigmoid
 from isobit.ops.portable.sums import round_once, widen
@@ -36,6 +40,9 @@ def softmax(x: Tensor) -> Tensor:
     return torch.ops.isobit.softmax(x) if native else portable_softmax(x)  # type: ignore[no-any-return]
 
 
+Softmax = Callable[[Tensor], Tensor]
+
+
 def softmax_backward(grad: Tensor, y: Tensor) -> Tensor:
     """Return the gradient of softmax, by the executor that serves the dtype."""
     native = dispatch.is_native(y.dtype)
@@ -43,11 +50,11 @@ def softmax_backward(grad: Tensor, y: Tensor) -> Tensor:
     return ops.softmax_backward(grad, y) if native else portable_softmax_backward(grad, y)  # type: ignore[no-any-return]
 
 
-def score_logits(logits: Tensor, score: str) -> Tensor:
+def score_logits(logits: Tensor, score: str, apply: Softmax = softmax) -> Tensor:
     """Return the scores [T, E] by which experts are chosen, in the dtype of arithmetic."""
     wide = widen(logits)
     if score == "softmax":
-        return softmax(wide)
+        return apply(wide)
     return sigmoid(wide)[0] if score == "sigmoid" else wide
 
 
@@ -76,11 +83,15 @@ def sum_slots(values: Tensor) -> Tensor:
     return total
 
 
-def weigh(chosen: Tensor, score: str, normalize: bool, scale: float) -> tuple[Tensor, Tensor]:
+def weigh(
+    chosen: Tensor, score: str, normalize: bool, scale: float, apply: Softmax = softmax
+) -> tuple[Tensor, Tensor]:
     """Return the weights [T, k] of the scores of chosen experts, and what they were divided by, [T, 1]."""
-    if score == "softmax_of_chosen":
-        return softmax(chosen) * scale, torch.ones_like(chosen[:, :1])
     total = torch.ones_like(chosen[:, :1])
+    if score == "softmax_of_chosen":
+        return apply(chosen) * scale, total
+    if score == "sigmoid_of_chosen":
+        return sigmoid(chosen)[0] * scale, total
     if normalize:
         total = sum_slots(chosen)
         if score == "sigmoid":
@@ -98,12 +109,13 @@ def route(
     scale: float,
     groups: int,
     top_groups: int,
+    apply: Softmax = softmax,
 ) -> tuple[Tensor, Tensor]:
     """Return weights [T, k] in the dtype of arithmetic, and experts [T, k]: E, and a weight of 0, for padding."""
-    scores = score_logits(logits, score)
+    scores = score_logits(logits, score, apply)
     choice = scores if bias is None else scores + bias.to(scores.dtype)
     experts = choose(keep_groups(choice, groups, top_groups), k)
-    weights = weigh(scores.gather(1, experts), score, normalize, scale)[0]
+    weights = weigh(scores.gather(1, experts), score, normalize, scale, apply)[0]
     padding = is_padding(spans, len(logits)).unsqueeze(1)
     weights = torch.where(padding, 0.0, weights)
     return round_once(weights, weights.dtype), experts.masked_fill(padding, logits.shape[1])
@@ -131,11 +143,12 @@ def route_backward(
     chosen = scores.gather(1, experts)
     if score == "softmax_of_chosen":
         grad = softmax_backward(grad, softmax(chosen))
-    elif normalize:
+    elif normalize and score != "sigmoid_of_chosen":
         total = weigh(chosen, score, normalize, 1.0)[1]
         grad = (grad - sum_slots(grad * (chosen / total))) / total
-    if score == "sigmoid":
-        grad = grad * (chosen * sigmoid(widen(logits).gather(1, experts))[1])
+    if score in ("sigmoid", "sigmoid_of_chosen"):
+        values, complements = sigmoid(widen(logits).gather(1, experts))
+        grad = grad * (values * complements)
     spread = torch.zeros_like(scores).scatter_(1, experts, grad)
     if score == "softmax":
         spread = softmax_backward(spread, scores)
@@ -223,3 +236,47 @@ def sum_features(terms: Tensor) -> Tensor:
 def dispatch_rows(x: Tensor, tokens: Tensor) -> Tensor:
     """Return the row of each token that was dispatched, [R, n]."""
     return x.reshape(-1, x.shape[-1]).index_select(0, tokens)
+
+
+# Compare an executor's routes and sums with the portable ones, bit for bit.
+
+TOKENS, EXPERTS, CHOSEN, WIDTH = (
+    7,
+    12,
+    3,
+    19,
+)  # 12 experts are 4 segments; a row is a vector and a tail
+
+
+def difference(dtype: torch.dtype, call: Call = call_native) -> str | None:
+    """Return what differs first, or None."""
+    generator = torch.Generator().manual_seed(EXPERTS)
+    logits = wide_values((TOKENS, EXPERTS), dtype, generator)
+    logits[1] = logits[1, :1]  # all are equal
+    spans = torch.tensor([[0, 3], [4, 3]], device="cpu")  # the fourth row is padding
+    bias = wide_values((EXPERTS,), torch.float32, generator)
+    for score, chosen_by, groups in (
+        ("softmax", None, 1),
+        ("sigmoid", bias, 4),
+        ("softmax_of_chosen", None, 1),
+        ("sigmoid_of_chosen", None, 1),
+    ):
+        how = (CHOSEN, score, True, 2.5, groups, 2 if groups > 1 else 1)
+        found = call("route", logits, chosen_by, spans, *how)
+        known = route(logits, chosen_by, spans, *how, portable_softmax)
+        if not all(bits.equal(a, b) for a, b in zip(found, known, strict=True)):
+            return f"route by {score}"
+    how = (CHOSEN, "sigmoid", True, 1.0, 1, 1)
+    weights, experts = route(logits, None, spans, *how)
+    order = experts.reshape(-1).argsort(stable=True)[: (TOKENS - 1) * CHOSEN]
+    places = torch.full_like(experts, -1).reshape(-1)
+    places[order] = torch.arange(len(order), device="cpu")
+    places, tokens = places.view(experts.shape), order // CHOSEN
+    rows = wide_values((len(order), WIDTH), dtype, generator)
+    made = call("combine", rows, weights, experts, places, tokens, EXPERTS)
+    if not bits.equal(made, combine(rows, weights, experts, places, EXPERTS)):
+        return "combine"
+    made = call("dispatch_rows_backward", rows, experts, places, EXPERTS)
+    if not bits.equal(made, combine(rows, None, experts, places, EXPERTS)):
+        return "dispatch_rows' gradient"
+    return None

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from isobit.errors import ArgumentError
+from isobit.ops import dispatch
 from isobit.ops.portable.samples import as_samples, check_rows, whole_samples
 from isobit.order.samples import Samples
 
@@ -86,6 +87,9 @@ class Routes(NamedTuple):
     @classmethod
     def planned(cls, experts: Tensor, weights: Tensor, total: int, samples: Samples) -> Routes:
         """Return the routes of experts [T, k] that were checked, after finding their rows."""
+        if experts.is_cpu and dispatch.is_native(torch.float32):
+            tokens, places, counts = torch.ops.isobit.plan_routes(experts, total)
+            return cls(total, samples, experts, tokens, places, tuple(counts.tolist()), weights)
         flat, slots = experts.reshape(-1), experts.shape[1]
         order = flat.argsort(stable=True)
         rows = torch.bincount(flat, minlength=total + 1)[:total].tolist()

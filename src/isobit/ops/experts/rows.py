@@ -130,7 +130,8 @@ def register_combine(prefix: str) -> None:
     """Register shapes and gradients of one executor's operators."""
 
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        operator = getattr(torch.ops.isobit, f"{prefix}_backward")
+        # One gradient for all executors: its sum over features is that of the executor of linear.
+        operator = torch.ops.isobit.portable_combine_backward
         return *operator(grad, *ctx.saved_tensors), *[None] * 4
 
     register_operator(
@@ -140,6 +141,8 @@ def register_combine(prefix: str) -> None:
         backward,
         setup_combine,
     )
+    if prefix != "portable_combine":
+        return
     register_operator(
         "combine",
         f"{prefix}_backward",
@@ -182,5 +185,5 @@ def portable_combine_backward(
     return portable.combine_backward(grad, rows, weights, places, tokens)
 
 
-declare("dispatch_rows", register_dispatch, native=False)
-declare("combine", register_combine, native=False)
+declare("dispatch_rows", register_dispatch)
+declare("combine", register_combine)

@@ -21,6 +21,7 @@ def linear_cross_entropy(
     ignore_index: int = IGNORED,
     num_items: float | None = None,
     samples: Samples | Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Cross-entropy of a language model, from hidden states and the weight of its head.
 
@@ -36,6 +37,7 @@ def linear_cross_entropy(
         num_items: The number of targets of the *global* batch. By default that of the targets given, which is an error
             while a share of the batch is trained on.
         samples: The rows of each sample; see isobit.linear_logprob.
+        softcap: A soft cap of the logits; see isobit.linear_logprob.
 
     Returns:
         A scalar in fp32.
@@ -52,7 +54,8 @@ def linear_cross_entropy(
         True
     """
     chosen, active = count_active(targets, ignore_index, num_items)
-    found = linear_logprob(hidden, weight, chosen, temperature=temperature, samples=samples)
+    asked = {"temperature": temperature, "samples": samples, "softcap": softcap}
+    found = linear_logprob(hidden, weight, chosen, **asked)  # type: ignore[arg-type]
     return exact_sum(found) / divisor(-active, found)
 
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from isobit.errors import ArgumentError
-from isobit.ops.arguments import WITH_GPU, check_tensors, refuse_shape
+from isobit.ops.arguments import WITH_GPU, check_softcap, check_tensors, refuse_shape
 from isobit.ops.linear.op import check_linear
 from isobit.ops.logprob import portable
-from isobit.ops.logprob.supported import LogprobOfSupport, kept_of
+from isobit.ops.logprob.supported import LogprobOfLogits, kept_of
 from isobit.ops.portable.samples import as_samples, spans_of, whole_samples
 from isobit.ops.registration import declare, launch, portable_operator, register_operator
 from isobit.ops.share import (
@@ -36,6 +36,7 @@ def linear_logprob(
     temperature: float = 1.0,
     samples: Samples | Tensor | None = None,
     support: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Log-probabilities of chosen tokens, from hidden states and the weight of the language-model head.
 
@@ -52,6 +53,8 @@ def linear_logprob(
             is B samples.
         support: The ids that could be drawn (top-k, top-p), over which to normalise: [..., n] filled up with -1, or
             booleans [..., V]. By default the whole vocabulary. On the CPU.
+        softcap: Logits become softcap · tanh(logit / softcap), before the temperature; by default they are not capped.
+            On the CPU. The logits of the call are then in memory.
 
     Returns:
         Tensor of the shape of targets, in fp32.
@@ -83,10 +86,12 @@ def linear_logprob(
         hidden.reshape(-1, hidden.shape[-1]),
         targets.reshape(-1).to(torch.int64).contiguous(),
     )
-    if support is not None:
-        kept = kept_of(support, hidden, targets, len(weight))
+    if support is not None or softcap is not None:
+        check_tensors(hidden=hidden)  # on the CPU
+        check_softcap(softcap)
+        kept = None if support is None else kept_of(support, hidden, targets, len(weight))
         given = (rows, weight, chosen, kept, float(temperature), spans, known.total)
-        return LogprobOfSupport.apply(*given).reshape(targets.shape)  # type: ignore[no-any-return,no-untyped-call]
+        return LogprobOfLogits.apply(*given, softcap or 0.0).reshape(targets.shape)  # type: ignore[no-any-return,no-untyped-call]
     sizes = (targets.numel(), *reversed(weight.shape))
     found, _ = launch(
         "linear_logprob", sizes, rows, weight, chosen, float(temperature), spans, known.total

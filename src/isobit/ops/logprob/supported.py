@@ -1,8 +1,9 @@
-"""linear_logprob over a support: the policy that top-k or top-p sampled from, normalised over the ids it kept.
+"""linear_logprob over a support, the ids that top-k or top-p kept, and of logits with a soft cap.
 
 A token outside of the support has the logit -inf, so the normaliser is the sum of linear_logprob with zeros added, in
 the same order: it depends on which ids are kept, and not on how they are listed or padded. With all ids kept, values
-and gradients are those of linear_logprob bit for bit. The logits [T, V] of a call are kept for its gradient.
+and gradients are those of linear_logprob bit for bit. The logits [T, V] of a call are kept for its gradient, and with a
+soft cap its derivative too.
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ from isobit.ops.arguments import check_tensors, refuse_shape
 from isobit.ops.linear.op import linear_fp32
 from isobit.ops.log_softmax.op import log_softmax
 from isobit.ops.logprob.portable import inverse
-from isobit.ops.portable.elementary import exp_nonpositive
+from isobit.ops.portable.elementary import exp_nonpositive, soft_cap
 from isobit.ops.portable.sums import one_nan, round_once
 from isobit.ops.share import as_partial, gradient_dtype, share_in_force
 
 FILLER = -1
+soft_cap_logits = keeping_subnormals(soft_cap)
 
 
-class LogprobOfSupport(torch.autograd.Function):
-    """Compute log p of targets [T] from hidden [T, K], weight [V, K] and kept [T, V]."""
+class LogprobOfLogits(torch.autograd.Function):
+    """Compute log p of targets [T] from hidden [T, K], weight [V, K], and kept [T, V] or None for all."""
 
     @staticmethod
     def forward(
@@ -36,13 +38,20 @@ class LogprobOfSupport(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
-        kept: Tensor,
+        kept: Tensor | None,
         temperature: float,
         spans: Tensor,
         of: int,
+        softcap: float,
     ) -> Tensor:
-        rows = log_softmax(mask_logits(linear_fp32(hidden, weight), kept, temperature))
-        ctx.save_for_backward(hidden, weight, targets, rows, spans)
+        logits, slope = linear_fp32(hidden, weight), None
+        if softcap:
+            logits, slope = soft_cap_logits(logits, softcap)
+        logits = logits * inverse(temperature, logits.dtype)
+        if kept is not None:
+            logits = torch.where(kept, logits, -torch.inf)
+        rows = log_softmax(logits)
+        ctx.save_for_backward(hidden, weight, targets, rows, spans, slope)
         ctx.temperature, ctx.of, ctx.share = temperature, of, share_in_force()
         chosen = rows.gather(1, targets.clamp(min=0).unsqueeze(1)).squeeze(1)
         return one_nan(torch.where(targets < 0, 0.0, chosen))
@@ -51,11 +60,13 @@ class LogprobOfSupport(torch.autograd.Function):
     @once_differentiable
     @keeping_subnormals
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, rows, spans = ctx.saved_tensors
+        hidden, weight, targets, rows, spans, slope = ctx.saved_tensors
         weights = exp_nonpositive(rows)
         at_target = torch.arange(rows.shape[1]) == targets.unsqueeze(1)
         scaled = torch.where(targets < 0, 0.0, grad * inverse(ctx.temperature, grad.dtype))
         spread = torch.where(at_target, 1.0 - weights, -weights) * scaled.unsqueeze(1)
+        if slope is not None:
+            spread = spread * slope
         prefix = "linear" if dispatch.is_native(spread.dtype) else "portable_linear"
         into_hidden, into_weight = (
             getattr(torch.ops.isobit, f"{prefix}_{part}_grad") for part in ("input", "weight")
@@ -68,12 +79,7 @@ class LogprobOfSupport(torch.autograd.Function):
             total = into_weight(spread, hidden.to(spread.dtype), spans, ctx.of)
             dtype = gradient_dtype(weight.dtype, len(spans), ctx.of)
             dweight = as_partial(round_once(total, dtype), ctx.share)
-        return dhidden, dweight, None, None, None, None, None
-
-
-def mask_logits(logits: Tensor, kept: Tensor, temperature: float) -> Tensor:
-    """Return logits divided by the temperature, -inf where a token was not kept."""
-    return torch.where(kept, logits * inverse(temperature, logits.dtype), -torch.inf)
+        return dhidden, dweight, *[None] * 6
 
 
 def kept_of(support: Tensor, hidden: Tensor, targets: Tensor, vocabulary: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""exp, log, the logistic function and the normal distribution: one result per value, on every machine.
+"""exp, log, tanh, the logistic function and the normal distribution: one result per value, on every machine.
 
 Each is a fixed chain of torch operations that are never fused, and gives the bits of csrc/exponential.h, logarithm.h
 and elementary.h.
@@ -105,6 +105,38 @@ def log_positive(x: Tensor) -> Tensor:
         p = p * f + coefficient
     rest = ((p * f) * z + n * LN2_REST) - 0.5 * z
     return torch.where(x - x == 0, (f + rest) + n * LN2, x)
+
+
+# tanh of |x| < NEAR is x + x³ p(x²), the highest power first; beyond it 1 − 2e / (1 + e), with e = exp(−2 |x|).
+NEAR = 0.625
+TANH_P = (
+    -5.70498872745e-3,
+    2.06390887954e-2,
+    -5.37397155531e-2,
+    1.33314422036e-1,
+    -3.33332819422e-1,
+)
+
+
+def tanh(x: Tensor) -> Tensor:
+    """Return the hyperbolic tangent of fp32 values; fp64, which is for gradcheck, uses torch.tanh."""
+    if x.dtype == torch.float64:
+        return torch.tanh(x)
+    size = x.abs()
+    e = exp_nonpositive(size * -2.0)
+    far = 1.0 - (e + e) / (e + 1.0)
+    square = size * size
+    p = square * TANH_P[0] + TANH_P[1]
+    for coefficient in TANH_P[2:]:
+        p = p * square + coefficient
+    return torch.copysign(torch.where(size < NEAR, (p * square) * size + size, far), x)
+
+
+def soft_cap(x: Tensor, cap: float) -> tuple[Tensor, Tensor]:
+    """Return cap · tanh(x / cap) and its derivative, 1 − tanh²."""
+    limit = torch.tensor(cap, dtype=x.dtype)
+    bent = tanh(x / limit)
+    return bent * limit, 1.0 - bent * bent
 
 
 # Up to here the chain of the exponential is valid for positive arguments, and 1 / (1 + e^-x) is not subnormal.

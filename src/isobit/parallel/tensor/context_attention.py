@@ -21,16 +21,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from isobit.errors import CutError
+from isobit.errors import CutError, UnsupportedError
 from isobit.ops.arguments import check_tensors
-from isobit.ops.attention.op import (
-    BlockTable,
-    Places,
-    attend,
-    check_attention,
-    check_scale,
-    check_window,
-)
+from isobit.ops.attention.op import BlockTable, Places, attend, check_attention, mask_of
 from isobit.ops.attention.portable import Mask
 from isobit.ops.derivatives import refuse_second_order
 from isobit.parallel.same_environment import require_same_arithmetic
@@ -77,7 +70,7 @@ def context_attention(
     ranks = TensorParallelGroup.of(mesh)
     check_shapes(q, k, ranks)
     q, k, v = (Gather.apply(t, ranks) for t in (q, k, v))  # type: ignore[no-untyped-call]
-    mask = Mask(check_scale(scale, q.shape[-1]), is_causal, check_window(window, is_causal))
+    mask = mask_of(q, is_causal, scale, window)
     places = Places(q, k, None, None)
     mixed: Tensor = Take.apply(split_attention(q, k, v, places, mask, ranks), ranks)  # type: ignore[no-untyped-call]
     return mixed
@@ -104,6 +97,12 @@ def split_attention(
     """Compute attention of tensors that every rank has; each computes a part, and gets the whole."""
     if ranks.size == 1:
         return places.attend(q, k, v, mask)
+    if mask.window and not mask.causal:  # the position of a query is counted back from the last key
+        raise UnsupportedError(
+            expected="a window of causal attention, or no window, over several ranks",
+            received="a window to both sides",
+            remedy="compute it on one rank",
+        )
     shape = q.shape
     if places.crosses:
         q, k, v = (t.flatten(0, -3) for t in (q, k, v))

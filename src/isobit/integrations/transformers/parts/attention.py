@@ -14,17 +14,13 @@ from isobit.integrations.transformers.parts.activations import refuse_dropout
 from isobit.integrations.transformers.parts.masks import Seen, read_mask
 from isobit.integrations.transformers.parts.sinks import attend_with_sinks
 from isobit.ops.arguments import cast_for_autocast
-from isobit.ops.attention.op import attention_in, check_attention, check_scale, check_window
-from isobit.ops.attention.portable import Mask
+from isobit.ops.attention.op import attention_in, check_attention, mask_of
 from isobit.parallel.tensor.context_attention import split_attention
 
 CONTEXT = "_isobit_context"  # on an attention module: the ranks that its attention is split over
 ATTENTION = "isobit"  # our name in transformers' registries of attention and mask functions
 # Keywords of attention functions that change what is computed, by what they are.
-OTHERS = {
-    "softcap": "a soft cap of the scores",
-    "position_bias": "a bias of the scores by position",
-}
+OTHERS = {"position_bias": "a bias of the scores by position"}
 
 
 def register_attention() -> None:
@@ -49,40 +45,37 @@ def attend(
     layout: Layout = inputs.get(LAYOUT) or current_layout()
     if dropout:
         refuse_dropout(f"attention_dropout of {dropout} in training")
+    causal = bool(getattr(module, "is_causal", True))
     if attention_mask is None:
-        window = sliding_window
-    elif isinstance(attention_mask, Seen):
-        window = window_of(attention_mask, sliding_window)
-    else:
+        attention_mask = Seen(sliding_window, causal)
+    elif not isinstance(attention_mask, Seen):
         refuse_keys(layout, f"{key.shape[2]} keys and a mask")
+    check_seen(attention_mask, sliding_window, causal, module)
     if key.shape[2] != layout.key_rows:
         refuse_keys(layout, f"{key.shape[2]} keys")
+    if not causal and key.shape[2] != query.shape[2]:
+        raise UnsupportedError(
+            expected="whole samples at once, where tokens see those after them",
+            received=f"{query.shape[2]} tokens behind a cache of {key.shape[2] - query.shape[2]}",
+            remedy="call an encoder without past_key_values",
+        )
     check_others(module, inputs)
     # Under autocast a norm of heads gives fp32, while values have the product's dtype.
     query, key, value = cast_for_autocast(query, key, value)
+    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    window, chunk_size = attention_mask.window, attention_mask.chunk_size
+    mask = mask_of(q, causal, scaling, window, inputs.get("softcap"), chunk_size)
     sinks, context = inputs.get("s_aux"), vars(module).get(CONTEXT)
     if context is not None and context.size > 1:
         check_context(layout, sinks)
-        q, k, v = (t.transpose(1, 2).contiguous() for t in (query, key, value))
+        q, k, v = (t.contiguous() for t in (q, k, v))
         check_attention(q, k, v)
-        mask = Mask(check_scale(scaling, q.shape[-1]), True, check_window(window, True))
         return split_attention(q, k, v, layout.places(q, k), mask, context), None
     if sinks is not None:
-        q, k, v = (t.transpose(1, 2) for t in (query, key, value))
         check_attention(q, k, v)
-        mask = Mask(check_scale(scaling, q.shape[-1]), True, check_window(window, True))
         rows = layout.row_samples()
         return attend_with_sinks(layout.places(q, k), q, k, v, sinks, mask, rows), None
-    mixed = attention_in(
-        layout.places,
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        is_causal=True,
-        scale=scaling,
-        window=window,
-    )
-    return mixed, None
+    return attention_in(layout.places, q, k, v, mask), None
 
 
 def check_context(layout: Layout, sinks: Tensor | None) -> None:
@@ -104,8 +97,15 @@ def refuse_keys(layout: Layout, received: str) -> NoReturn:
     )
 
 
-def window_of(mask: Seen, sliding_window: int | None) -> int | None:
-    """Return the window of a layer: that of the mask, and of the keyword if there is one."""
+def check_seen(mask: Seen, sliding_window: int | None, causal: bool, module: Any) -> None:
+    """Raise unless a mask and an attention module agree on what is seen."""
+    if mask.causal != causal:
+        what = "a causal mask" if mask.causal else "a mask that sees both sides"
+        raise UnsupportedError(
+            expected="one kind of attention: the mask's and the attention module's",
+            received=f"{what}, and {type(module).__name__}.is_causal = {causal}",
+            remedy="call the model with a two-dimensional attention_mask, as its class makes a mask of it",
+        )
     if sliding_window is not None and mask.window != sliding_window:
         raise UnsupportedError(
             expected="one window: the mask's and the attention module's",
@@ -113,17 +113,10 @@ def window_of(mask: Seen, sliding_window: int | None) -> int | None:
             f"sliding_window={sliding_window}",
             remedy="set layer_types and sliding_window of the config so that they agree",
         )
-    return mask.window
 
 
 def check_others(module: Any, inputs: dict[str, Any]) -> None:
     """Raise for what changes attention and is not computed."""
-    if not getattr(module, "is_causal", True):
-        raise UnsupportedError(
-            expected="causal attention",
-            received=f"{type(module).__name__}.is_causal = False",
-            remedy="isobit.attention(is_causal=False) computes it; enable computes causal language models",
-        )
     for name in OTHERS:
         if inputs.get(name) is not None:
             refuse_keyword(name, type(module).__name__)
@@ -138,7 +131,7 @@ def check_others(module: Any, inputs: dict[str, Any]) -> None:
 def refuse_keyword(name: str, where: str) -> NoReturn:
     """Raise for a keyword that changes what attention computes."""
     raise UnsupportedError(
-        expected="attention by scaled products, a causal mask and a window",
+        expected="attention by scaled products, a soft cap, a mask and a window",
         received=f"{OTHERS[name]}: {name}= of {where}",
         remedy="set it to None in the config if the model allows; it is not supported",
     )

@@ -72,4 +72,5 @@ def is_linear(config: Any) -> bool:
 def has_windows(config: Any) -> bool:
     """Return whether some layers of a model see a window of keys only."""
     kinds = getattr(config, "layer_types", None) or ()
-    return getattr(config, "sliding_window", None) is not None or "sliding_attention" in kinds
+    windows = {"sliding_attention", "chunked_attention"}
+    return getattr(config, "sliding_window", None) is not None or not windows.isdisjoint(kinds)

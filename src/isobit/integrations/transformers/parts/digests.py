@@ -16,6 +16,8 @@ NORMS: dict[str, tuple[str, NormFormula]] = {
     "9bb6bb8e55cf1713": ("olmo2.Olmo2RMSNorm", NormFormula(eps="variance_epsilon")),
     "3b3f6d977ddddc48": ("gemma.GemmaRMSNorm", NormFormula(eps="eps", offset=1.0)),
     "f8ed60cd782f6eeb": ("helium.HeliumRMSNorm", NormFormula(eps="variance_epsilon")),
+    "35199ec292caa373": ("llama4.Llama4TextRMSNorm", NormFormula(eps="eps")),
+    "c197c03eb463e39d": ("llama4.Llama4TextL2Norm", NormFormula(eps="eps", weight=None)),
 }
 # Rotary embeddings: cos and sin of both halves, by position (and by kind of layer).
 ROTARY_EMBEDDINGS: dict[str, str] = {
@@ -25,6 +27,7 @@ ROTARY_EMBEDDINGS: dict[str, str] = {
     "d6679696f0a16fc4": "olmo3.Olmo3RotaryEmbedding",
     "aa5f8d996efa89a2": "gemma3.Gemma3RotaryEmbedding",
     "e118428e1ef404ef": "qwen3_5.Qwen3_5TextRotaryEmbedding",
+    "277b66442c54e58f": "llama4.Llama4TextRotaryEmbedding",  # stock's are complex numbers
 }
 # Rotations of queries and keys, with their styles (rotary.py).
 ROTATIONS: dict[str, tuple[str, str]] = {
@@ -36,6 +39,7 @@ ROTATIONS: dict[str, tuple[str, str]] = {
     "4e38282fb48bafc4": ("gpt_oss.apply_rotary_pos_emb", "halves"),
     "92767ed84b5c69a8": ("ernie4_5.apply_rotary_pos_emb", "pairs"),
     "b907dfdd7ce839a2": ("helium.apply_rotary_pos_emb", "pairs"),
+    "ea668671d462a4f5": ("modernbert.apply_rotary_pos_emb", "halves"),
 }
 # Norms whose result is multiplied by silu of a gate.
 GATED_NORMS: dict[str, tuple[str, NormFormula]] = {
@@ -52,10 +56,13 @@ EMBEDDINGS: dict[str, tuple[str, str]] = {
 }
 # Attention whose keys and values are expanded from a latent row (latent_attention.py).
 LATENT_ATTENTIONS: dict[str, str] = {"4a178b5193fc71ea": "deepseek_v3.DeepseekV3Attention"}
+# Attention whose queries have a factor of their position (tempered_attention.py).
+TEMPERED_ATTENTIONS: dict[str, str] = {"b520bec6ed7d1240": "llama4.Llama4TextAttention"}
 # down(act(gate(x)) · up(x)): gate and up as separate layers, or packed into one.
 GATED_MLPS: dict[str, tuple[str, str]] = {
     "c667e32817f752bd": ("llama.LlamaMLP", "separate"),
     "89b34cccf0d0e128": ("phi3.Phi3MLP", "packed"),
+    "a4d673915454fe59": ("llama4.Llama4TextMLP", "separate"),
 }
 # Routers of mixtures of experts, experts, and blocks that do more than call these two (experts.py).
 ROUTERS: dict[str, tuple[str, Router]] = {
@@ -67,15 +74,18 @@ ROUTERS: dict[str, tuple[str, Router]] = {
         Router("sigmoid", "norm_topk_prob", rounded=False, wide=True, grouped=True),
     ),
     "723fdbf549242d5f": ("gpt_oss.GptOssTopKRouter", Router("softmax_of_chosen")),
+    "b7c9ecbf83abba9d": ("llama4.Llama4Router", Router("sigmoid_of_chosen", False)),
 }
 EXPERTS: dict[str, tuple[str, str]] = {
     "28e9f5cdbf106a43": ("mixtral.MixtralExperts", "gated"),
     "5f81d29a90289849": ("gpt_oss.GptOssExperts", "clamped"),
+    "d94bd7032ffef491": ("llama4.Llama4TextExperts", "scaled inputs"),
 }
 MIXTURES: dict[str, tuple[str, str]] = {
     "4b370306a480439b": ("mixtral.MixtralSparseMoeBlock", "jittered"),
     "919acf8910d2ff36": ("qwen2_moe.Qwen2MoeSparseMoeBlock", "gated shared"),
     "e235a2b8d3ad7fea": ("deepseek_v3.DeepseekV3MoE", "shared"),
+    "e8b1c65d4c1e1c06": ("llama4.Llama4TextMoe", "shared, with logits"),
 }
 # Modules that compute each element by itself, and run as they are.
 ELEMENTWISE: dict[str, str] = {
@@ -136,6 +146,16 @@ COMPOSITES: dict[str, str] = {
     "51e54383f3b77e48": "gpt_oss.GptOssDecoderLayer",
     "1400bf10aa71bbac": "gpt_oss.GptOssAttention",
     "6cf319c1755af126": "gpt_oss.GptOssMLP",
+    "ec267ab8ff4da67b": "gemma2.Gemma2Model",
+    "dec778ed880d48e1": "gemma2.Gemma2Attention",
+    "ad628821311ea75a": "modernbert.ModernBertModel",
+    "edec019ee4836ac7": "modernbert.ModernBertEncoderLayer",
+    "d0f77e8d05cefd5c": "modernbert.ModernBertAttention",
+    "cdfc63c5b53c0ba4": "modernbert.ModernBertMLP",
+    "e9ef22bb1fa69301": "modernbert.ModernBertEmbeddings",
+    "f965fc04ae735210": "modernbert.ModernBertPredictionHead",
+    "6e3b08ea70dd0f1f": "llama4.Llama4TextModel",
+    "1a067f4802c12267": "llama4.Llama4TextDecoderLayer",
 }
 # Heads (heads.py).
 HEADS: dict[str, tuple[str, str]] = {
@@ -146,11 +166,18 @@ HEADS: dict[str, tuple[str, str]] = {
     "b087bb4d17afda49": ("qwen3_next.Qwen3NextForCausalLM", "routed"),
     "38ed8d5c462877bd": ("deepseek_v3.DeepseekV3ForCausalLM", "plain"),
     "f095779abe827079": ("cohere.CohereForCausalLM", "multiplied"),
+    "4a22c65925c45e98": ("llama4.Llama4ForCausalLM", "plain"),
 }
 # Heads that score each sample, or each token; one forward of transformers serves all families.
 SCORING_HEADS: dict[str, tuple[str, str]] = {
     "63fb572072b976a2": ("modeling_layers.GenericForSequenceClassification", "samples"),
     "6c94bbf30de817d2": ("modeling_layers.GenericForTokenClassification", "tokens"),
+}
+# Heads of encoders (encoders.py).
+ENCODER_HEADS: dict[str, tuple[str, str]] = {
+    "262a5dfab71559b8": ("modernbert.ModernBertForMaskedLM", "masked"),
+    "03329c461059a317": ("modernbert.ModernBertForSequenceClassification", "first token"),
+    "aed54aced93f81f4": ("modernbert.ModernBertForTokenClassification", "every token"),
 }
 # PEFT's: the formula of [Note: adapters next to a weight].
 LORA: dict[str, str] = {"fe3eb9f4a0b5f20c": "peft.tuners.lora.layer.Linear"}

@@ -10,11 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from isobit.errors import UnsupportedError
 from isobit.integrations.transformers.head import Logits
 from isobit.integrations.transformers.layout import current_layout
+from isobit.integrations.transformers.load_balancing import ROUTER_LOGITS
 from isobit.integrations.transformers.parts.activations import kind_of_activation
 from isobit.integrations.transformers.residual import fork, settle
 from isobit.ops.experts.grouped import grouped_linear
@@ -22,6 +24,7 @@ from isobit.ops.experts.op import route
 from isobit.ops.experts.routes import Routes
 from isobit.ops.experts.rows import combine, dispatch_rows
 from isobit.ops.linear.op import linear
+from isobit.ops.select_rows.op import select_rows
 from isobit.ops.share import check_share
 from isobit.ops.silu.op import silu
 from isobit.ops.swiglu.op import swiglu
@@ -62,6 +65,8 @@ def forward_router(how: Router, module: Any, hidden_states: Tensor) -> tuple[Ten
         logits, module.top_k, score=how.score, normalize=normalize, samples=samples, **more
     )
     weights = found.weights.to(logits.dtype) if how.rounded else found.weights
+    if (kept := current_layout().pending.get(ROUTER_LOGITS)) is not None:
+        kept.append(logits)
     return logits, weights, found.experts
 
 
@@ -100,6 +105,27 @@ def forward_clamped_experts(
     return mix_experts(hidden_states, routes, compute, tp_group_of(module))
 
 
+def forward_scaled_experts(
+    module: Any, hidden_states: Tensor, experts: Tensor, weights: Tensor
+) -> Tensor:
+    """Compute down(act(gate) · up) of each expert on rows that were multiplied by their weights, and add the results.
+
+    A row is a route by itself, so that the gradient of its weight is a sum over features, as any expert's is.
+    """
+    routes = routes_of(module, experts, weights)
+    places = routes.places.reshape(-1)
+    slots = places.argsort()[len(places) - len(routes.tokens) :]  # the slot of each row
+    own = select_rows(weights.reshape(-1, 1), slots)
+    alone = Routes.planned(torch.zeros_like(slots).unsqueeze(1), own, 1, routes.samples)
+    rows = combine(dispatch_rows(hidden_states, routes), alone)
+    both = grouped_linear(rows, module.gate_up_proj, routes=routes, transposed=True)
+    gate, up = both.chunk(2, dim=-1)
+    is_silu = kind_of_activation(module.act_fn) == "silu"
+    inner = swiglu(gate, up) if is_silu else up * module.act_fn(gate)
+    made = grouped_linear(inner, module.down_proj, routes=routes, transposed=True)
+    return combine(made, routes._replace(weights=torch.ones_like(weights)))
+
+
 def routes_of(module: Any, experts: Tensor, weights: Tensor) -> Routes:
     """Return the routes that a router chose."""
     return Routes.planned(experts, weights, module.num_experts, current_layout().row_samples())
@@ -111,6 +137,15 @@ def forward_shared(module: Any, hidden_states: Tensor) -> Tensor:
     _, weights, experts = module.gate(routed)
     y = module.experts(chosen.reshape(-1, chosen.shape[-1]), experts, weights)
     return settle(y.view(hidden_states.shape) + module.shared_experts(shared), forward=True)
+
+
+def forward_shared_with_logits(module: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    """Add a shared expert to those that were chosen, and return the router's logits too."""
+    routed, chosen, shared = fork(hidden_states, 3)
+    logits, weights, experts = module.router(routed)
+    y = module.experts(chosen.reshape(-1, chosen.shape[-1]), experts, weights)
+    made = module.shared_expert(shared)
+    return settle(y.view(made.shape) + made, forward=True), logits
 
 
 def forward_gated_shared(module: Any, hidden_states: Tensor) -> Tensor:

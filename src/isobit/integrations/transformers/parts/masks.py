@@ -12,9 +12,15 @@ from isobit.integrations.transformers.refusals import refuse
 
 @dataclass(frozen=True)
 class Seen:
-    """What a token sees of its sample: itself and all before it, or the last `window` of these."""
+    """What a token sees of its sample: itself and all before it, or the last `window` of these.
+
+    Without `causal` it sees tokens after it too: all, or those nearer than `window`. With `chunk_size` it sees only
+    tokens of its own chunk of so many positions.
+    """
 
     window: int | None = None
+    causal: bool = True
+    chunk_size: int | None = None
 
     def contiguous(self) -> NoReturn:
         """Raise: `generate` asks for this where it has made a static cache, before it calls the model."""
@@ -30,18 +36,22 @@ def read_mask(*, mask_function: Callable[..., Any], **_: Any) -> Seen:
 
     This is called as a mask function of transformers' registry. `mask_function` is an intersection of masks by index.
     """
-    causal, window = False, None
+    found: dict[str, list[int]] = {}
     for one in intersected(mask_function):
         kind, value = kind_of_mask(one)
-        if kind == "causal":
-            causal = True
-        elif kind == "window":
-            window = value if window is None else min(window, value)
-        elif kind != "packed":  # packed samples are in the layout
+        if kind not in KINDS:
             refuse_mask(kind)
-    if not causal:
-        refuse_mask("a mask that is not causal")
-    return Seen(window)
+        found.setdefault(kind, []).append(value)
+    window = min(found.get("window", []), default=None)
+    both_sides = min(found.get("window of both sides", []), default=None)
+    chunk_size = min(found.get("chunks", []), default=None)
+    if "causal" in found:
+        if both_sides is not None or len(found.get("chunks", [])) > 1:
+            refuse_mask("a causal mask with a window of both sides, or with chunks of two sizes")
+        return Seen(window, True, chunk_size)
+    if window is not None or chunk_size is not None or "both sides" not in found:
+        refuse_mask("a window or chunks of a mask that is not causal")
+    return Seen(both_sides, False)
 
 
 def intersected(function: Any) -> Iterator[Any]:
@@ -53,20 +63,30 @@ def intersected(function: Any) -> Iterator[Any]:
         yield function
 
 
-def kind_of_mask(function: Any) -> tuple[str, Any]:
-    """Return causal, window (with its width), packed, or a description of another mask."""
+# Packed samples are in the layout.
+KINDS = ("causal", "both sides", "window", "window of both sides", "chunks", "packed")
+
+
+def kind_of_mask(function: Any) -> tuple[str, int]:
+    """Return one of KINDS, with the width of a window or the size of chunks, or a description of another mask."""
     if function is library("masking_utils").causal_mask_function:
-        return "causal", None
+        return "causal", 0
+    if function is library("masking_utils").bidirectional_mask_function:
+        return "both sides", 0
+    if defined_as(function, "sliding_window_bidirectional_overlay.<locals>.inner_mask"):
+        # Up to and with this distance; isobit.attention counts the token itself.
+        return "window of both sides", int(closure_of(function)["sliding_window"]) + 1
     if defined_as(function, "sliding_window_overlay.<locals>.inner_mask"):
         return "window", int(closure_of(function)["sliding_window"])
     if defined_as(function, "packed_sequence_mask_function.<locals>.inner_mask"):
-        return "packed", None
+        return "packed", 0
     if defined_as(function, "chunked_overlay.<locals>.inner_mask"):
-        return f"a mask in chunks of {closure_of(function)['chunk_size']}", None
+        # They are counted from the first token behind left padding: from the start of the sample.
+        return "chunks", int(closure_of(function)["chunk_size"])
     if defined_as(function, "or_masks.<locals>.or_mask"):
         names = ", ".join(name_of(one) for one in closure_of(function)["mask_functions"])
-        return f"a union of masks ({names}), as of a prefix that is seen from both sides", None
-    return f"the mask {name_of(function)}", None
+        return f"a union of masks ({names}), as of a prefix that is seen from both sides", 0
+    return f"the mask {name_of(function)}", 0
 
 
 def defined_as(function: Any, name: str) -> bool:
@@ -96,7 +116,7 @@ def name_of(function: Any) -> str:
 def refuse_mask(received: str) -> None:
     """Raise for a mask that isobit's attention does not compute."""
     refuse(
-        "a causal mask, or a causal one with a sliding window, within each sample",
+        "a causal mask, with or without a sliding window or chunks, or one that sees both sides, within each sample",
         received,
-        "isobit.attention computes these two; isobit.audit(model, inputs) shows what depends on the batch",
+        "isobit.attention computes these; isobit.audit(model, inputs) shows what depends on the batch",
     )

@@ -28,6 +28,7 @@ from isobit.integrations.transformers.parts import (
     lora,
     norms,
     rotary,
+    tempered_attention,
 )
 from isobit.integrations.transformers.parts.digests import (
     COMPOSITES,
@@ -43,6 +44,7 @@ from isobit.integrations.transformers.parts.digests import (
     NORMS,
     ROTARY_EMBEDDINGS,
     ROUTERS,
+    TEMPERED_ATTENTIONS,
 )
 from isobit.integrations.transformers.parts.heads import BACKBONE, HEAD, PLAIN, Head, find_head
 from isobit.integrations.transformers.parts.norms import NormFormula
@@ -317,7 +319,7 @@ def find_by_digest(name: str, module: Any, digest: str) -> Part | None:
         return Part("elementwise", None, (), f"source of {ELEMENTWISE[digest]}")
     if digest in GATED_MLPS:
         path, form = GATED_MLPS[digest]
-        act = "act_fn" if form == "separate" else "activation_fn"
+        act = "act_fn" if hasattr(module, "act_fn") else "activation_fn"
         if activations.kind_of_activation(getattr(module, act)) == "silu":
             packed, separate = gated_mlp.forward_packed_swiglu, gated_mlp.forward_swiglu
             chosen = separate if form == "separate" else packed
@@ -334,17 +336,23 @@ def find_mixture(module: Any, digest: str) -> Part | None:
         path, form = EXPERTS[digest]
         if form == "clamped":
             return Part("experts", experts.forward_clamped_experts, (), f"source of {path}")
+        scaled = form == "scaled inputs"
+        chosen = experts.forward_scaled_experts if scaled else experts.forward_experts
         inside = ("act_fn",) if activations.kind_of_activation(module.act_fn) == "silu" else ()
-        return Part("experts", experts.forward_experts, (), f"source of {path}", inside=inside)
+        return Part("experts", chosen, (), f"source of {path}", inside=inside)
     if digest in LATENT_ATTENTIONS:
         where = f"source of {LATENT_ATTENTIONS[digest]}"
         return Part("attention", latent_attention.forward_latent, (), where)
+    if digest in TEMPERED_ATTENTIONS:
+        where = f"source of {TEMPERED_ATTENTIONS[digest]}"
+        return Part("attention", tempered_attention.forward_tempered, (), where)
     if digest in MIXTURES:
         path, form = MIXTURES[digest]
-        forwards = {
+        forwards: dict[str, Forward] = {
             "jittered": experts.forward_jittered,
             "gated shared": experts.forward_gated_shared,
             "shared": experts.forward_shared,
+            "shared, with logits": experts.forward_shared_with_logits,
         }
         return Part("mixture of experts", forwards[form], (), f"source of {path}")
     return None

@@ -51,7 +51,7 @@ class _Sinks(torch.autograd.Function):
             q, k, v = (t.flatten(0, -3) for t in (q, k, v))
         where = (places.spans, places.table.starts, places.table.lengths)
         sizes = (q.shape[:-2].numel(), *q.shape[-2:], k.shape[:-2].numel(), k.shape[-2])
-        how = (mask.scale, mask.causal, mask.window)
+        how = mask.options
         y, lse = launch("attention", sizes, q, k, v, *where, *how)
         pair = torch.stack((lse, widen(sinks).to(lse.dtype).expand(lse.shape)), -1)
         share = softmax(pair)  # of the keys, and of the sink
