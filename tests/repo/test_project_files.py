@@ -1,7 +1,9 @@
 """Files beside the package agree with it: versions, addresses, and what GitHub and citation tools read."""
 
+import ast
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -56,10 +58,51 @@ def test_pre_commit_has_the_versions_of_check():
             assert repository["rev"] == f"v{pinned[tool]}"
 
 
+PROJECT = (ROOT / "pyproject.toml").read_text()
+# Python 3.10 has no tomllib.
+CORE = ast.literal_eval(re.search(r"^dependencies = (.*)$", PROJECT, re.M)[1])
+SECTION = PROJECT.split("[project.optional-dependencies]")[1].split("\n[project.")[0]
+EXTRAS = {
+    name: ast.literal_eval(text) for name, text in re.findall(r"^(\w+) = (\[.*\])", SECTION, re.M)
+}
+
+
 def test_the_installation_page_names_every_extra():
-    project = (ROOT / "pyproject.toml").read_text()
-    lines = project.split("[project.optional-dependencies]")[1].split("\n[project.")[0]
-    extras = re.findall(r"^(\w+) = \[", lines, re.M)
     page = (ROOT / "docs/how-to/install.md").read_text()
-    assert len(extras) >= 6
-    assert [name for name in extras if f"| `{name}` |" not in page] == []
+    assert len(EXTRAS) >= 6
+    assert [name for name in EXTRAS if f"| `{name}` |" not in page] == []
+
+
+def requirements(extra):
+    """Return what an extra installs with the core; extras of ours that it names are replaced by what they install."""
+    found = list(CORE)
+    for one in EXTRAS[extra]:
+        ours = re.fullmatch(r"isobit\[(.*)\]", one)
+        inner = ours[1].split(",") if ours else ()
+        found += [one for each in inner for one in requirements(each)] if ours else [one]
+    return found
+
+
+def test_the_core_needs_no_engine_and_no_storage():
+    """`pip install isobit` stays light: ray, pyarrow and fsspec are imported where an option or a file needs them."""
+    assert len(CORE) == 5
+    code = (
+        "import sys, isobit\n"
+        "from isobit.cli import check, runlog, simulate, verify\n"
+        "from isobit.cli.compare import checkpoints, rollouts\n"
+        "from isobit.cli.gate import training\n"
+        "from isobit.cli.main import main\n"
+        "isobit.silu; import isobit.rollout, isobit.comparing\n"
+        "print(sorted({'ray', 'pyarrow', 'fsspec', 's3fs', 'dask', 'submitit'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_every_extra_resolves_with_the_constraints(extra):
+    words = [sys.executable, "-m", "pip", "install", "--dry-run", "--quiet"]
+    words += ["-c", str(ROOT / "constraints.txt"), *requirements(extra)]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]

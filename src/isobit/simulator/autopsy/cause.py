@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from isobit.errors import DeadlockError, MismatchError, SimulationError
 from isobit.foundation.majority import name_ranks
-from isobit.simulator.autopsy.dumps import Dump, Entry
+from isobit.simulator.autopsy.dumps import Dump, Entry, Ranks
 from isobit.simulator.checkers.deadlock import deadlock
 from isobit.simulator.checkers.mismatch import (
     CallSites,
@@ -101,12 +101,19 @@ class History:
     def __init__(self, dumps: Mapping[int, Dump], others: Iterable[int] = ()) -> None:
         """Line up the calls; `others` are ranks whose dump cannot be read."""
         self.dumps = dict(sorted(dumps.items()))
-        named = (rank for dump in dumps.values() for r in dump.groups.values() for rank in r)
-        self.world = tuple(sorted({*dumps, *others, *named}))
+        # By name, what dumps record of its members. Most dumps share one object, which is looked at once.
+        recorded: dict[str, dict[int, Ranks]] = {}
+        for dump in self.dumps.values():
+            for name, ranks in dump.groups.items():
+                recorded.setdefault(name, {})[id(ranks)] = ranks
+        self._recorded = {name: tuple(found.values()) for name, found in recorded.items()}
+        named = (rank for found in self._recorded.values() for ranks in found for rank in ranks)
+        self.world = Ranks(sorted({*dumps, *others, *named}))
         self.meetings: dict[tuple[GroupName, int], Meeting] = {}
         self.letters: dict[int, list[Letter]] = {rank: [] for rank in self.dumps}
         self._members: dict[tuple[str, int], tuple[int, ...]] = {}
         self._callers: dict[str, dict[int, None]] = {}
+        self._called: dict[str, Ranks] = {}
         self._ages: dict[int, dict[tuple[str, int], int]] = {}
         self._latest: dict[tuple[GroupName, int], int] = {}
         whole = not any(dump.dropped for dump in dumps.values())
@@ -132,13 +139,15 @@ class History:
     def _find_members(self, rank: int, entry: Entry) -> tuple[int, ...]:
         """Return the members of a group: as recorded, or every rank, or the ranks that called it."""
         name = entry.group
-        own = self.dumps[rank].groups.get(name, ())
-        for members in (own, *(dump.groups.get(name, ()) for dump in self.dumps.values())):
-            if rank in members:
+        own = self.dumps[rank].groups.get(name, Ranks())
+        for members in (own, *self._recorded.get(name, ())):
+            if members.has(rank):
                 return members
         if entry.desc == "default_pg":  # gloo does not record the members of a group
             return self.world
-        return tuple(self._callers[name])
+        if name not in self._called:
+            self._called[name] = Ranks(self._callers[name])
+        return self._called[name]
 
     def _add(self, rank: int, entry: Entry) -> None:
         name = self.group_of(rank, entry)
@@ -146,9 +155,8 @@ class History:
         if entry.p2p:
             members = group.members
             if not entry.done and entry.kind in ("send", "recv"):
-                peers = tuple(r for r in members if r != rank)
-                if 0 <= entry.peer < len(members):
-                    peers = (members[entry.peer],)
+                is_named = 0 <= entry.peer < len(members)
+                peers = (members[entry.peer],) if is_named else without(members, rank)
                 self.letters[rank].append(Letter(group, rank, peers, entry))
             return
         meeting = self.meetings.setdefault((name, entry.number), Meeting(group, entry.number))
@@ -182,6 +190,11 @@ class History:
                 if waiting:
                     other = waiting.popleft()
                     letter.other, other.other = other.entry, letter.entry
+
+
+def without(members: Iterable[int], rank: int) -> tuple[int, ...]:
+    """Return the other members of a group."""
+    return tuple(other for other in members if other != rank)
 
 
 def incarnations(entries: Iterable[Entry], whole: bool) -> dict[tuple[str, int], int]:
@@ -337,7 +350,7 @@ def find_group_mismatch(history: History) -> MismatchError | None:
     made: dict[tuple[str, int], dict[tuple[int, ...], dict[int, str]]] = {}
     for rank, dump in history.dumps.items():
         for name, members in dump.groups.items():
-            if name in used and rank in members:
+            if name in used and members.has(rank):
                 made.setdefault((name, 0), {}).setdefault(members, {})[rank] = ""
     return next(iter(group_mismatches(made)), None)
 

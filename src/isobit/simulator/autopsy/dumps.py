@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +64,22 @@ class Entry:
     stack: tuple[str, ...]
 
 
+class Ranks(tuple[int, ...]):
+    """World ranks in their order. The hash is remembered, since groups of thousands of ranks are keys of every call."""
+
+    known: int | None = None
+
+    def __hash__(self) -> int:
+        if self.known is None:
+            self.known = super().__hash__()
+        return self.known
+
+    def has(self, rank: int) -> bool:
+        """Return whether a rank is one of them."""
+        at = bisect_left(self, rank)
+        return at < len(self) and self[at] == rank
+
+
 @dataclass(frozen=True)
 class Dump:
     """The dump of one rank.
@@ -74,7 +92,7 @@ class Dump:
 
     rank: int
     version: str
-    groups: dict[str, tuple[int, ...]]
+    groups: dict[str, Ranks]
     entries: tuple[Entry, ...]
 
     @property
@@ -157,13 +175,19 @@ def read_entry(raw: dict[str, Any]) -> Entry:
     )
 
 
-def read_ranks(value: Any) -> tuple[int, ...]:
+def read_ranks(value: Any) -> Ranks:
     """Read `"[0, 1]"`, or a list."""
     if isinstance(value, str):
-        if len(value) > 8 * MOST_RANKS or not RANKS.fullmatch(value):
-            raise wrong("ranks such as '[0, 1]'", repr(value[:40]))
-        value = [int(word) for word in re.findall(r"\d+", value)]
-    return tuple(sorted({rank_number(rank) for rank in typed(value, list, "ranks")}))
+        return read_ranks_of_text(value)
+    return Ranks(sorted({rank_number(rank) for rank in typed(value, list, "ranks")}))
+
+
+@functools.lru_cache(maxsize=64)
+def read_ranks_of_text(text: str) -> Ranks:
+    """Read `"[0, 1]"`. The dump of every rank lists all ranks: without the cache, P dumps would have P² numbers."""
+    if len(text) > 8 * MOST_RANKS or not RANKS.fullmatch(text):
+        raise wrong("ranks such as '[0, 1]'", repr(text[:40]))
+    return read_ranks([int(word) for word in re.findall(r"\d+", text)])
 
 
 def rank_number(value: Any) -> int:
