@@ -10,8 +10,8 @@ pytest.importorskip("triton")
 import isobit.certifying
 from isobit import bits
 from isobit.errors import UnsupportedError
-from isobit.library.on_gpu.twins import source
 from isobit.foundation.launches import record_launches
+from isobit.library.on_gpu.twins import source
 from isobit.ops.adamw import portable
 from isobit.ops.attesting import wide_values
 from isobit.ops.exact_sum import portable as exact_digits
@@ -144,7 +144,8 @@ def test_a_step_writes_in_place_and_counts_the_write():
             optimizer.clip_and_step(1.0)
         assert p._version > version
         found[layout] = [launch.operator for launch in launches], p.detach().contiguous()
-    assert "adamw_" in found["contiguous"][0] and "scaled" not in found["contiguous"][0]
+    assert "adamw_" in found["contiguous"][0]
+    assert "scaled" not in found["contiguous"][0]
     assert "adamw_" not in found["strided"][0]
     assert bits.equal(found["contiguous"][1], found["strided"][1])
 
@@ -158,7 +159,8 @@ def test_the_norm_of_a_tensor_is_added_in_parts(monkeypatch):
         found = get_total_norm(x)
         with torch.device("meta"):
             again = get_total_norm(x)
-    assert bits.equal(found, expected) and bits.equal(again, expected)
+    assert bits.equal(found, expected)
+    assert bits.equal(again, expected)
     assert [launch.operator for launch in launches] == ["exact_state"] * 22
 
 
