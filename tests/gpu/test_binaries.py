@@ -12,6 +12,7 @@ import isobit
 from benchmarks.binaries import count, growing
 from benchmarks.kernel_launches import SMALL, both_ways, empty
 from isobit.ops.gpu.launching import run
+from isobit.ops.logprob import triton as executor
 
 BF16 = torch.bfloat16
 ROWS, FURTHER = (1, 3, 17, 512), (16, 48, 1000)
@@ -67,6 +68,41 @@ def test_binaries_do_not_grow_with_rows():
     assert all(launches >= 14 and numbers[0] >= 2 for launches, numbers, _ in found.values())
     assert growing(found, len(ROWS)) == []
     assert all(numbers[-1] == written for _, numbers, written in found.values())
+
+
+# Of each form and each number of words at a time, and then others.
+TOKENS = (1, 3, 17, 100, 512, 1000, 5000, 20000)
+MORE_TOKENS = (441, 442, 777, 2048, 3000, 8191, 8193, 32768)
+
+
+def logprob(model, rows, dtype):
+    """At the size of a real vocabulary, of which nothing is read."""
+    hidden, weight = (empty(n, model.hidden, dtype=dtype) for n in (rows, 151_936))
+    targets = torch.zeros(rows, dtype=torch.int64)
+    yield (
+        "logprob",
+        lambda: both_ways(lambda *given: isobit.linear_logprob(*given, targets), hidden, weight),
+    )
+
+
+@pytest.fixture
+def _nothing_is_filled(monkeypatch):
+    """Memory of a real vocabulary costs nothing while nobody touches it."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+
+
+@pytest.mark.usefixtures("_nothing_is_filled")
+def test_binaries_do_not_grow_with_tokens_at_a_real_vocabulary():
+    found = totals(logprob, TOKENS + MORE_TOKENS)
+    assert growing(found, len(TOKENS)) == []
+    assert len(found["logprob"][1]) == len(TOKENS + MORE_TOKENS)
+
+
+@pytest.mark.usefixtures("_nothing_is_filled")
+def test_words_that_follow_the_tokens_are_found(monkeypatch):
+    monkeypatch.setattr(executor, "words_at_a_time", executor.tokens_at_a_time)
+    found = totals(logprob, (1000, 5000, 777, 3000))
+    assert growing(found, 2) != []
 
 
 def test_a_kernel_that_takes_rows_at_run_time_has_one_binary():

@@ -10,9 +10,11 @@ pytest.importorskip("triton")
 import isobit.certifying
 from isobit import bits
 from isobit.errors import UnsupportedError
+from isobit.foundation.launches import record_launches
 from isobit.library.on_gpu.twins import source
 from isobit.ops.adamw import portable
 from isobit.ops.attesting import wide_values
+from isobit.ops.exact_sum import portable as exact_digits
 from isobit.ops.gpu import executors
 from isobit.ops.gpu.attestation import attest_operator
 from isobit.optim import AdamW, clip_grad_norm_, get_total_norm
@@ -127,6 +129,39 @@ def test_training_has_the_bits_of_the_cpu(dtype, maximize):
         found = trained(dtype, maximize=maximize)
     assert len(found) == len(expected) == 18
     assert all(map(bits.equal, found, expected))
+
+
+def test_a_step_writes_in_place_and_counts_the_write():
+    """Also with clipping inside; one that cannot be written in place is copied, with the same bits."""
+    found = {}
+    for layout in ("contiguous", "strided"):
+        p = torch.arange(1.0, 13.0).reshape(3, 4)
+        p = torch.nn.Parameter(p if layout == "contiguous" else p.t().contiguous().t())
+        p.grad = torch.full_like(p, 3.0)
+        optimizer = AdamW([p], lr=1e-2)
+        version = p._version
+        with isobit.certifying.executing("interpreter"), record_launches() as launches:
+            optimizer.clip_and_step(1.0)
+        assert p._version > version
+        found[layout] = [launch.operator for launch in launches], p.detach().contiguous()
+    assert "adamw_" in found["contiguous"][0]
+    assert "scaled" not in found["contiguous"][0]
+    assert "adamw_" not in found["strided"][0]
+    assert bits.equal(found["contiguous"][1], found["strided"][1])
+
+
+def test_the_norm_of_a_tensor_is_added_in_parts(monkeypatch):
+    """A GPU adds digits of 2^28 values at once; here of 100, with a default device that is no CPU."""
+    x = wide_values((1003,), torch.float32, torch.Generator().manual_seed(4))
+    expected = get_total_norm(x)
+    monkeypatch.setattr(exact_digits, "MOST_AT_ONCE", 100)
+    with isobit.certifying.executing("interpreter"), record_launches() as launches:
+        found = get_total_norm(x)
+        with torch.device("meta"):
+            again = get_total_norm(x)
+    assert bits.equal(found, expected)
+    assert bits.equal(again, expected)
+    assert [launch.operator for launch in launches] == ["exact_state"] * 22
 
 
 @pytest.mark.parametrize("option", ["amsgrad", "differentiable"])

@@ -36,7 +36,7 @@ def changed_module(name: str, *changes: tuple[str, str]) -> ModuleType:
         if old not in source:
             raise AssertionError(f"{name} has no longer {old!r}: the twin must be written again")
         source = source.replace(old, new)
-    source = source.replace("@triton_operator(", "@(lambda name: lambda function: function)(")
+    source = source.replace("@triton_operator(", "@(lambda *_, **__: lambda function: function)(")
     copy = ModuleType(f"{name}_changed_{abs(hash(changes))}")
     copy.__file__ = f"<{copy.__name__}>"
     # Triton reads the source of a kernel.

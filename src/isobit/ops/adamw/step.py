@@ -1,7 +1,7 @@
 """The operators of an optimizer's step: AdamW, and the scaling of gradients. Neither has a gradient of its own.
 
-On the CPU the native kernels change all tensors in place, in one parallel region. The other executors return new
-tensors, which are copied.
+The native kernels change all tensors in place, in one parallel region, and Triton kernels those of one parameter. The
+portable executor returns new tensors, which are copied.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from isobit.foundation import launches
 from isobit.ops import dispatch
 from isobit.ops.adamw import portable
 from isobit.ops.adamw.portable import Numbers
 from isobit.ops.arguments import WITH_GPU, check_tensors, refuse_shape
-from isobit.ops.gpu.executors import is_asked_for
+from isobit.ops.gpu.executors import declare_triton, is_asked_for
 from isobit.ops.registration import declare, launch, portable_operator, register_operator
 
 
@@ -63,11 +64,31 @@ def adamw_(updates: Sequence[Update], factor: float = 1.0) -> None:
             continue
         *tensors, numbers = update
         weight, gradient, *moments = (t.detach() for t in tensors)
+        if writes_in_place(weight, *moments):
+            given = weight, gradient, *moments, *numbers, factor
+            launch("adamw_", (weight.numel(),), *given)
+            mark_written(update.p, update.first, update.second)
+            continue
         if factor != 1.0:
             gradient = launch("scaled", (gradient.numel(),), gradient, factor)
         found = launch("adamw", (weight.numel(),), weight, gradient, *moments, *numbers)
         for old, new in zip((update.p, update.first, update.second), found, strict=True):
             old.copy_(new)
+
+
+def writes_in_place(*tensors: Tensor) -> bool:
+    """Return whether Triton kernels may write the results over tensors: contiguous ones that do not overlap."""
+    storages = {t.untyped_storage().data_ptr() for t in tensors}
+    return (
+        is_asked_for(tensors)
+        and all(t.is_contiguous() for t in tensors)
+        and len(storages) == len(tensors)
+    )
+
+
+def mark_written(*tensors: Tensor) -> None:
+    """Count a write, as torch does for its own operators, so that autograd sees a saved tensor that changed."""
+    increment_version([t for t in tensors if not t.is_inference()])
 
 
 def scale_(tensors: Sequence[Tensor], factor: float) -> None:
@@ -82,7 +103,12 @@ def scale_(tensors: Sequence[Tensor], factor: float) -> None:
     if native:
         torch.ops.isobit.scale_(native, factor)
     for tensor in tensors:
-        if not is_native(tensor):
+        if is_native(tensor):
+            continue
+        if writes_in_place(tensor):
+            launch("scaled_", (tensor.numel(),), tensor.detach(), factor)
+            mark_written(tensor)
+        else:
             tensor.copy_(launch("scaled", (tensor.numel(),), tensor.detach(), factor))
 
 
@@ -115,6 +141,11 @@ def register_in_place() -> None:
     torch.library.register_fake("isobit::scale_", lambda x, factor: None)
 
 
+def register_triton_in_place(prefix: str) -> None:
+    """Register a Triton operator that writes its arguments, for tensors without memory."""
+    torch.library.register_fake(f"isobit::{prefix}", lambda *arguments: None)
+
+
 @portable_operator("portable_adamw")
 def portable_adamw(
     p: Tensor,
@@ -141,4 +172,6 @@ def portable_scaled(x: Tensor, factor: float) -> Tensor:
 
 declare("adamw", register_step, native=False, triton="isobit.ops.adamw.triton")
 declare("scaled", register_scaled, native=False, triton="isobit.ops.adamw.triton")
+for in_place in ("adamw_", "scaled_"):
+    declare_triton(in_place, register_triton_in_place, "isobit.ops.adamw.triton")
 dispatch.when_attested(register_in_place)

@@ -49,16 +49,19 @@ def exact_state_anywhere(tensors: Sequence[Tensor], squared: bool = False) -> Te
     if not on_gpu:
         return exact_state(tensors, squared)
     others = [t for t in tensors if not any(t is known for known in on_gpu)]
-    total = [0] * portable.STATE_SIZE
-    states = [exact_state(others, squared)] if others else []
+    states = [exact_state(others, squared).tolist()] if others else []
+    on_device: dict[torch.device, list[Tensor]] = {}
     for tensor in on_gpu:
         check_tensors(WITH_GPU, tensor=tensor)
-        states.append(launch("exact_state", (tensor.numel(),), tensor.detach(), squared))
-    for state in states:
-        total = [known + more for known, more in zip(total, state.tolist(), strict=True)]
+        for part in tensor.detach().reshape(-1).split(portable.MOST_AT_ONCE):
+            found = launch("exact_state", (part.numel(),), part, squared)
+            on_device.setdefault(part.device, []).append(found)
+    for found in on_device.values():  # the host waits once for each GPU
+        states += torch.stack(found).tolist()
+    total = [sum(column) for column in zip(*states, strict=True)]
     digits, specials = total[: portable.DIGITS], total[portable.DIGITS :]
     whole = sum(digit << 32 * at for at, digit in enumerate(digits))
-    return torch.tensor([*portable.to_digits(whole), *specials], dtype=torch.int64)
+    return torch.tensor([*portable.to_digits(whole), *specials], dtype=torch.int64, device="cpu")
 
 
 def exact_state(tensors: Sequence[Tensor], squared: bool = False) -> Tensor:

@@ -16,6 +16,7 @@ from isobit.order.exact_sum import round_fp32
 DIGITS = 20  # of 32 bits, as csrc/exact.cpp
 LOWEST = -320  # the weight of digit i is 2^(32 i + LOWEST)
 STATE_SIZE = DIGITS + 3  # then how many NaN, +inf, -inf
+MOST_AT_ONCE = 2**28  # values whose digits a GPU adds in int64 without a carry
 LEAST_EXPONENT = -1074  # of an fp64
 HALF_MANTISSA = 27
 

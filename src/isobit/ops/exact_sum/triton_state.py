@@ -19,7 +19,6 @@ from isobit.ops.gpu.tiles import tile_of
 
 DIGITS = tl.constexpr(portable.DIGITS)
 STATE = tl.constexpr(portable.STATE_SIZE)
-MOST = 2**28  # values of one tensor, whose digits int64 holds
 
 
 @triton.jit
@@ -62,11 +61,11 @@ def add_digits(
 @triton_operator("exact_state")
 def triton_exact_state(x: Tensor, squared: bool) -> Tensor:
     """Return int64 [STATE]; digits are sums whose carries are not propagated."""
-    if x.numel() >= MOST:
+    if x.numel() > portable.MOST_AT_ONCE:
         raise UnsupportedError(
-            expected=f"fewer than {MOST} elements of one tensor on a GPU",
+            expected=f"at most {portable.MOST_AT_ONCE} elements at once",
             received=str(x.numel()),
-            remedy="split the tensor: the norm does not depend on how it is cut",
+            remedy="split the tensor, as exact_state_anywhere does: states do not depend on how it is cut",
         )
     tile = tile_of("exact_sum", x.dtype, target_of(x))
     programs = triton.cdiv(x.numel(), tile.size)

@@ -13,7 +13,7 @@ isobit/ops/dispatch.py.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -39,14 +39,17 @@ _ready: set[str] = set()
 _registered: set[str] = set()
 
 
-def triton_operator(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def triton_operator(
+    name: str, mutates: Sequence[str] = ()
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorate a function as the new operator `isobit::triton_<name>` for tensors on a GPU, or on the CPU.
 
-    On the CPU it needs a chosen backend. The operator replaces the function.
+    On the CPU it needs a chosen backend. The operator replaces the function. `mutates` names the arguments that it
+    writes.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        schema = torch.library.infer_schema(function, mutates_args=())
+        schema = torch.library.infer_schema(function, mutates_args=mutates)
         _library.define(f"triton_{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
         for key in ("CPU", "CUDA"):
             _library.impl(f"triton_{name}", function, key)  # type: ignore[no-untyped-call]

@@ -42,12 +42,16 @@ def multiply(
     dtype: torch.dtype,
     *,
     transposed: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Return x [..., K] · weightᵀ + bias, rounded to dtype: weight is [N, K], or [K, N] if `transposed`."""
+    """Return x [..., K] · weightᵀ + bias, rounded to dtype: weight is [N, K], or [K, N] if `transposed`.
+
+    `out` is contiguous memory for it, of its shape and dtype.
+    """
     extent = x.shape[-1]
     columns = weight.shape[1 if transposed else 0]
     check_addressable(weight)
-    y = torch.empty(*x.shape[:-1], columns, dtype=dtype, device=x.device)
+    y = torch.empty(*x.shape[:-1], columns, dtype=dtype, device=x.device) if out is None else out
     rows, plan = x.shape[:-1].numel(), FeaturePlan(extent)
     factor = weight.contiguous()
     given = x.contiguous(), factor, factor if bias is None else bias.contiguous()
@@ -124,13 +128,17 @@ def multiply_segments(
     )
 
 
-def sum_weight_grad(grad: Tensor, x: Tensor, samples: Samples, dtype: torch.dtype) -> Tensor:
-    """Return dW [N, K], summed over the samples of grad [..., N] and x [..., K], rounded to dtype."""
+def sum_weight_grad(
+    grad: Tensor, x: Tensor, samples: Samples, dtype: torch.dtype, out: Tensor | None = None
+) -> Tensor:
+    """Return dW [N, K], summed over the samples of grad [..., N] and x [..., K], rounded to dtype.
+
+    `out` is contiguous memory for it, of its shape and dtype.
+    """
     outputs, inputs = grad.shape[-1], x.shape[-1]
-    shape = (outputs, inputs)
+    dw = torch.empty((outputs, inputs), dtype=dtype, device=x.device) if out is None else out
     if not samples.spans:
-        return torch.zeros(shape, dtype=dtype, device=x.device)
-    dw = torch.empty(shape, dtype=dtype, device=x.device)
+        return dw.zero_()
     check_addressable(dw)
     tile = tile_of("weight gradient", x.dtype, target_of(x)).fit(inputs, LEAF)
     tile = replace(tile, rows=min(tile.rows, at_least(outputs)))

@@ -191,6 +191,7 @@ def linear_counter(
         for level in tl.static_range(LEVELS):
             if (run & ((1 << level) - 1)) == (1 << level) - 1:  # all lower digits carried
                 if (run >> level) & 1:
+                    tl.debug_barrier()  # other warps may have stored what this one loads
                     total = tl.load(own + level * TILE) + total
                 else:
                     tl.store(own + level * TILE, total)
@@ -341,6 +342,7 @@ def weight_grad(
                 )
         level = 0
         while (segment >> level) % 2 == 1:  # the digits that carry
+            tl.debug_barrier()  # other warps may have stored what this one loads
             total = tl.load(own + level * TILE) + total
             level += 1
         if level < LEVELS:

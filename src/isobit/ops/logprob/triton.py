@@ -3,7 +3,8 @@
 [Note: logits on a GPU]
 Logits are computed by the kernels of the linear layer, unrounded, for as many tokens at a time as fit in CHUNK
 elements, so that [tokens, vocabulary] never exists. The backward computes them again: for some tokens and all words
-for dhidden, and for all tokens and some words for dweight. How many at a time is not part of the order.
+for dhidden, and for all tokens and some words for dweight. How many at a time is not part of the order. The number of
+words is a constant of the compiled kernels, so it is one of a few: no number of tokens has binaries of its own.
 
 The gradients of bf16 logits are rounded to bf16 before they are multiplied, as those of a tensor core must be. Those of
 fp16 logits are not rounded, since fp16 has too few exponents for them: they are multiplied in fp32.
@@ -27,6 +28,7 @@ from isobit.ops.share import gradient_dtype
 
 CHUNK = 1 << 26  # logits at a time
 WHOLE_TILES = 128
+WORDS = (65536, 8192, 1024, 128)  # at a time, for the gradient of the weight
 BLOCK, WARPS = 1024, 4
 
 
@@ -105,7 +107,12 @@ def differentiate_logits(
     tl.store(out + row * COLUMNS + column, result, mask=inside)
 
 
-def at_a_time(size: int) -> int:
+def words_at_a_time(tokens: int) -> int:
+    """Return for how many words the logits of all tokens are computed at a time."""
+    return next((words for words in WORDS if words * tokens <= CHUNK), WORDS[-1])
+
+
+def tokens_at_a_time(size: int) -> int:
     """Return how many rows of `size` logits are computed at a time: whole tiles, if there is memory for one."""
     rows = max(CHUNK // max(size, 1), 1)
     return rows // WHOLE_TILES * WHOLE_TILES or rows
@@ -148,7 +155,7 @@ def triton_linear_logprob(
     hidden, weight, targets = hidden.contiguous(), weight.contiguous(), targets.contiguous()
     found = torch.empty(tokens, dtype=torch.float32, device=hidden.device)
     stats = torch.empty(tokens, 2, dtype=torch.float32, device=hidden.device)
-    scale, step = float(inverse(temperature, torch.float32)), at_a_time(words)
+    scale, step = float(inverse(temperature, torch.float32)), tokens_at_a_time(words)
     for at in range(0, tokens, step):
         part = slice(at, at + step)
         logits = multiply(hidden[part], weight, None, torch.float32)
@@ -176,17 +183,18 @@ def triton_linear_logprob_backward(
     tokens, words = hidden.shape[0], weight.shape[0]
     scale = float(inverse(temperature, torch.float32))
     dhidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
-    step = at_a_time(words)
+    step = tokens_at_a_time(words)
     for at in range(0, tokens if want_hidden else 0, step):
         part = slice(at, at + step)
         given = hidden[part], weight, targets[part], stats[part], grad[part]
         spread = spread_of(*given, 0, scale)
-        dhidden[part] = multiply(spread, widen(weight), None, hidden.dtype, transposed=True)
+        found = dhidden[part]
+        multiply(spread, widen(weight), None, hidden.dtype, transposed=True, out=found)
     dtype = gradient_dtype(weight.dtype, len(samples.spans), samples.total)
     dweight = torch.empty(weight.shape, dtype=dtype, device=hidden.device)
-    step = at_a_time(tokens)
+    step = words_at_a_time(tokens)
     for at in range(0, words if want_weight else 0, step):
         part = slice(at, at + step)
         spread = spread_of(hidden, weight[part], targets, stats, grad, at, scale)
-        dweight[part] = sum_weight_grad(spread, widen(hidden), samples, dtype)
+        sum_weight_grad(spread, widen(hidden), samples, dtype, out=dweight[part])
     return dhidden, dweight
