@@ -2,7 +2,8 @@
 
 The operators' tests, ten training steps, and frozen weights that another thread writes, on kernels that are built with
 AddressSanitizer and UndefinedBehaviorSanitizer. That the tool sees a write behind a part of the scratch memory is shown
-by tests/ops/test_scratch_memory.py.
+by tests/ops/test_scratch_memory.py. With ThreadSanitizer: calls that read a frozen weight do not race with a thread
+that replaces it; in-place writes next to calls that read the weight itself are the control, which it must report.
 """
 
 import subprocess
@@ -36,16 +37,60 @@ assert losses[-1] < losses[0], losses
 print("ten steps")
 """
 
+# One OpenMP thread: TSan does not see libgomp's barriers, and would report every loop of several.
+THREADS = """
+import sys, threading
+import torch, isobit
+
+how, rounds = sys.argv[1], 20
+torch.manual_seed(0)
+layer, x, mixed = isobit.nn.Linear(256, 192, bias=False), torch.randn(3, 256), []
+weights = [isobit.linear(torch.randn(192, 8), torch.randn(256, 8)) for _ in range(rounds)]
+whole = {isobit.bits.digest(isobit.linear(x, w)) for w in (layer.weight.detach(), *weights)}
+optimizer = isobit.optim.AdamW(layer.parameters(), lr=1e-3)
+layer.weight.grad = torch.randn(192, 256)
+frozen = isobit.freeze(layer) if how == "replaced" else None
+done = threading.Event()
+
+
+def read():
+    with torch.no_grad():
+        while not done.is_set():
+            found = isobit.bits.digest(layer(x))
+            if how == "replaced" and found not in whole:
+                mixed.append(found)
+
+
+def write():
+    for weight in weights:
+        if how == "replaced":
+            layer.weight.data = weight * 1
+        else:
+            optimizer.step()
+    done.set()
+
+
+threads = [threading.Thread(target=one) for one in (read, read, write)]
+for one in threads:
+    one.start()
+for one in threads:
+    one.join()
+with torch.no_grad():
+    assert isobit.bits.equal(layer(x), isobit.linear(x, layer.weight.detach().clone()))
+assert not mixed, "a mixture of two weights"
+print(rounds, "weights")
+"""
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("sanitized")
 
 
-def run(folder, *words):
+def run(folder, *words, kind="address"):
     """Run Python on sanitized kernels, which the first call compiles."""
     return subprocess.run(
-        [sys.executable, SCRIPT, "address", folder, "--", *words],
+        [sys.executable, SCRIPT, kind, folder, "--", *words],
         capture_output=True,
         text=True,
         check=False,
@@ -69,3 +114,13 @@ def test_the_operators_touch_nothing_else(folder):
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     assert " passed" in done.stdout or "[100%]" in done.stdout
+
+
+@pytest.mark.full
+def test_a_frozen_weight_that_is_replaced_is_no_race(folder, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    done = run(folder, "-c", THREADS, "replaced", kind="thread")
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "20 weights" in done.stdout
+    control = run(folder, "-c", THREADS, "in place", kind="thread")
+    assert (control.returncode, "data race" in control.stderr) == (99, True)

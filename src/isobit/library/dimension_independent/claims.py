@@ -156,9 +156,9 @@ class Counted:
     ) -> None:
         """Run one kernel; its rows are what it is given as M at launch, not a constant of its binary."""
         self.inner.launch(kernel, grid, args, constants, options)
-        self.rows += [
+        self.rows.extend(
             value for name, value in zip(kernel.arg_names, args, strict=False) if name == "M"
-        ]
+        )
 
 
 def rows_launched(call: Callable[[], Any]) -> tuple[list[Launch], set[str], list[int] | None]:
