@@ -46,6 +46,7 @@ class Head(torch.nn.Module):
         self.weight = torch.nn.Parameter(weight.detach().clone())
 
 
+@torch.enable_grad()
 def distil(
     hidden: Tensor,
     weight: Tensor,
@@ -55,6 +56,7 @@ def distil(
     stored: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the losses of tokens, and the gradient of the student's head, of one step in micro-batches."""
+    hidden, known = whole_step(hidden), whole_step(known)
     model = Head(weight)
     gradients = Gradients(model, GlobalBatch(SAMPLES, micro_batches=micro))
     losses = []
@@ -70,6 +72,11 @@ def distil(
         losses.append(each.detach())
     assert model.weight.grad is not None
     return torch.cat(losses), model.weight.grad
+
+
+def whole_step(rows: Tensor) -> Tensor:
+    """Return the tokens of all samples; rows are repeated or left out until there are as many."""
+    return rows[torch.arange(SAMPLES * TOKENS) % len(rows)]
 
 
 def targets_of(hidden: Tensor, words: int) -> Tensor:
@@ -104,9 +111,11 @@ def teacher_in_bf16(*given: Tensor, micro: int = 1, stored: bool = False) -> tup
     return distil(hidden, weight, known, head, micro)
 
 
+@torch.enable_grad()
 def stock_distil(*given: Tensor, micro: int = 1, stored: bool = False) -> tuple[Tensor, Tensor]:
     """Distil by F.kl_div and autograd's accumulation."""
-    hidden, weight, known, head = given
+    weight, head = given[1], given[3]
+    hidden, known = whole_step(given[0]), whole_step(given[2])
     leaf = weight.detach().clone().requires_grad_()
     losses = []
     for index in range(micro):
@@ -138,6 +147,18 @@ def token_stream(texts: list[str], ranks: int, micro: int, epoch: int = 0) -> St
     )
 
 
+def different(texts: list[str]) -> list[str]:
+    """Return texts that differ from each other, for two global batches or more."""
+    return [f"{i} {texts[i % len(texts)]}" for i in range(max(len(texts), 2 * GLOBAL))]
+
+
+def call_stream(subject: Callable[..., Stream], *given: Any, **named: Any) -> Stream:
+    """Call as claims do, or with texts of drawn numbers on one rank."""
+    if isinstance(given[0], Tensor):
+        return subject(different([str(row) for row in given[0].tolist()]), 1, 1)
+    return subject(*given, **named)
+
+
 def sampler_of(length: int, ranks: int, micro: int, rank: int, epoch: int) -> list[list[int]]:
     """Return the micro-batches of a rank, as indices of samples."""
     batch = GlobalBatch(GLOBAL, ranks=ranks, micro_batches=micro)
@@ -156,7 +177,7 @@ def steps_of(ids: list[list[int]], by_rank: list[list[list[int]]], micro: int) -
 
 def one_stream(subject: Callable[..., Stream], case: Case, tally: Tally) -> None:
     """Every step has the same samples in the same order on 1, 2 and 4 ranks, in 1, 2 and 4 micro-batches."""
-    texts = [f"{i} {text}" for i, text in enumerate(texts_of(case))]
+    texts = different(texts_of(case))
     tally.count(case.rows)
     wanted = subject(texts, 1, 1)
     tally.true(torch.tensor([len(step) == GLOBAL for step in wanted]), "samples of a step")
@@ -171,7 +192,7 @@ def one_stream(subject: Callable[..., Stream], case: Case, tally: Tally) -> None
 
 def whole_epoch(subject: Callable[..., Stream], case: Case, tally: Tally) -> None:
     """Each sample is seen once in an epoch, with the ids that it has alone; another epoch has another order."""
-    texts = [f"{i} {text}" for i, text in enumerate(texts_of(case))]
+    texts = different(texts_of(case))
     alone = [tuple(tokenizer().encode(text)) for text in texts]
     tally.count(case.rows)
     streams = [
