@@ -89,9 +89,8 @@ def by_turns(texts: list[str], ranks: int, micro: int, epoch: int = 0) -> Stream
     size = GLOBAL // ranks // micro
     by_rank = []
     for rank in range(ranks):
-        sampler = torch.utils.data.DistributedSampler(
-            range(len(ids) // GLOBAL * GLOBAL), ranks, rank, shuffle=True, seed=3
-        )
+        whole: Any = range(len(ids) // GLOBAL * GLOBAL)
+        sampler = torch.utils.data.DistributedSampler[Any](whole, ranks, rank, seed=3)
         sampler.set_epoch(epoch)
         mine = list(sampler)
         by_rank.append([mine[at : at + size] for at in range(0, len(mine), size)])

@@ -54,7 +54,7 @@ def distil(
             samples = Samples.packed(lengths, first=share.first, total=share.total)
             given = hidden[rows], model.weight, teacher, targets_of(hidden, len(weight))[rows]
             each = distillation_loss(*given, reduction="none", samples=samples, **OPTIONS)
-            (each.sum() / len(hidden)).backward()
+            torch.autograd.backward(each.sum() / len(hidden))
         losses.append(each.detach())
     assert model.weight.grad is not None
     return torch.cat(losses), model.weight.grad
@@ -85,7 +85,8 @@ def one_step(subject: Step, case: Case, tally: Tally) -> None:
 
 def mean_of_means(*given: Tensor, micro: int = 1, stored: bool = False) -> tuple[Tensor, Tensor]:
     """Divide by the micro-batch's own number of tokens."""
-    losses, grad = distil(*given, micro=micro, stored=stored)
+    hidden, weight, known, head = given
+    losses, grad = distil(hidden, weight, known, head, micro, stored)
     return losses, grad * micro
 
 
@@ -113,7 +114,7 @@ def stock_distil(*given: Tensor, micro: int = 1, stored: bool = False) -> tuple[
         plain = F.cross_entropy(student.float(), chosen, reduction="none")
         square = OPTIONS["temperature"] ** 2
         each = OPTIONS["alpha"] * square * kl + (1 - OPTIONS["alpha"]) * plain
-        (each.sum() / len(hidden)).backward()
+        torch.autograd.backward(each.sum() / len(hidden))
         losses.append(each.detach())
     assert leaf.grad is not None
     return torch.cat(losses), leaf.grad
