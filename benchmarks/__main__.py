@@ -39,6 +39,7 @@ CASES = (
     "comparisons",
     "candidates",
     "families",
+    "post_training",
     "vllm",
     "vllm_whole",
     "vllm_lora",

@@ -49,6 +49,7 @@ COMMANDS = {
     "roofline": "python -m benchmarks roofline",
     "comparisons": "python -m benchmarks comparisons --quick",
     "candidates": "python -m benchmarks candidates",
+    "post-training": "python -m benchmarks post_training",
     "families": "python -m benchmarks families --threads 1",
     "vllm": "python -m benchmarks vllm",
     "vllm-whole": "python -m benchmarks vllm_whole",

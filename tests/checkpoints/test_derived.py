@@ -2,11 +2,13 @@
 
 import json
 import re
+import shutil
 from fractions import Fraction
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from isobit.cli.main import main
 from isobit.comparing.derived.merged import check_merged
@@ -574,3 +576,97 @@ def test_the_command_prints_tensor_and_cause(tmp_path, capsys):
     )
     assert main(["compare", "derived", str(path), "--quantised-from", str(base), "--quiet"]) == 1
     assert "the scale of row 3, group 1 is nan" in capsys.readouterr().out.replace("\n", " ")
+
+
+# ---- checkpoints that the tools themselves wrote: pip install llmcompressor==0.14.0.1 torchao==0.18.0
+
+
+def write_llama(folder):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
+    made = LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes, **heads)).to(torch.bfloat16)
+    made.save_pretrained(folder)
+    return folder
+
+
+def by_llm_compressor(base, folder, scheme):
+    pytest.importorskip("llmcompressor")
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+    oneshot(
+        model=model,
+        recipe=[QuantizationModifier(targets="Linear", scheme=scheme, ignore=["lm_head"])],
+    )
+    model.save_pretrained(folder)
+
+
+def by_torchao(base, folder, kind):
+    quantization = pytest.importorskip("torchao.quantization")
+    from transformers import LlamaForCausalLM, TorchAoConfig
+
+    config = {
+        "int8": lambda: quantization.Int8WeightOnlyConfig(version=2),
+        "int4": lambda: quantization.IntxWeightOnlyConfig(
+            weight_dtype=torch.int4, granularity=quantization.PerGroup(32)
+        ),
+    }[kind]()
+    model = LlamaForCausalLM.from_pretrained(
+        base, dtype=torch.bfloat16, quantization_config=TorchAoConfig(config)
+    )
+    model.save_pretrained(folder)
+
+
+REAL = {
+    "llm-compressor W4A16": lambda base, out: by_llm_compressor(base, out, "W4A16"),
+    "llm-compressor W4A16_ASYM": lambda base, out: by_llm_compressor(base, out, "W4A16_ASYM"),
+    "llm-compressor W8A8": lambda base, out: by_llm_compressor(base, out, "W8A8"),
+    "torchao int8": lambda base, out: by_torchao(base, out, "int8"),
+    "torchao int4": lambda base, out: by_torchao(base, out, "int4"),
+}
+
+
+def spoil_scale(tensors, stem):
+    name = next(n for n in tensors if n.startswith(stem) and n.endswith("scale"))
+    tensors[name] = tensors[name].roll(1, 0)
+
+
+def spoil_norm(tensors, stem):
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].clone()
+    tensors["model.norm.weight"][3] = 1.5
+
+
+def drop_tensor(tensors, stem):
+    tensors.pop("model.embed_tokens.weight")
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("tool", REAL)
+def test_checkpoints_of_real_tools(tmp_path, tool):
+    """Right ones are clean; a scale of the next row, a changed norm and a missing tensor are each named."""
+    base, stem = write_llama(tmp_path / "base"), "model.layers.0.mlp.up_proj"
+    REAL[tool](base, tmp_path / "q")
+    right = check_quantised(tmp_path / "q", base)
+    assert (right.exit_code, len(right.of("as stated")), causes(right)) == (0, 7, {})
+    path = tmp_path / "q" / "model.safetensors"
+    with safe_open(path, "pt") as file:
+        about = file.metadata()
+    for spoil, name, cause in (
+        (spoil_scale, f"{stem}.weight", "scale of the row before"),
+        (spoil_norm, "model.norm.weight", "not quantised, but 1 elements differ"),
+        (drop_tensor, "model.embed_tokens.weight", "the base has it"),
+    ):
+        tensors = load_file(path)
+        spoil(tensors, stem)
+        bad = tmp_path / spoil.__name__
+        shutil.copytree(tmp_path / "q", bad)
+        save_file(tensors, bad / "model.safetensors", metadata=about)
+        found = check_quantised(bad, base)
+        assert list(causes(found)) == [name], causes(found)
+        assert cause in causes(found)[name]

@@ -67,6 +67,28 @@ ANY = {f"any-{name}-v1" for name in ROWS}
             {"rmsnorm-kernel-v1", "layernorm-kernel-v1", "gradient-accumulation-v1", *ANY, *WHOLE},
         ),
         ("ops/rotary/portable.py", {"rope-kernel-v1", *ANY, *WHOLE}),
+        # of post-training, only distillation rests on softmax
+        (
+            "ops/softmax/op.py",
+            {
+                f"{name}-kernel-v1"
+                for name in (
+                    "attention",
+                    "cross-entropy",
+                    "gqa",
+                    "knowledge-distillation",
+                    "kv-cache",
+                    "lm-head",
+                    "log-softmax",
+                    "logprob",
+                    "softmax",
+                )
+            }
+            | {"distill-loss-v1", "mixture-of-experts-v1", *ANY, *WHOLE},
+        ),
+        ("ops/distillation/portable.py", {"knowledge-distillation-kernel-v1", "distill-loss-v1"}),
+        ("library/post_training/pruning.py", {"pruning-kernel-v1", "post-training-v1"}),
+        ("library/post_training/tokenizing.py", {"bpe-tokenizer-kernel-v1", "data-pipeline-v1"}),
         # audit-v1 audits its models without isobit's cache
         ("ops/attention/cache.py", {"kv-cache-kernel-v1", *WHOLE} - {"audit-v1"}),
     ],

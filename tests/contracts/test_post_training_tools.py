@@ -1,6 +1,7 @@
 """Theorem: `isobit check --like prune|quantize|merge|tokenizer` keeps right tools and names what wrong ones break."""
 
 import json
+import re
 
 import pytest
 
@@ -9,7 +10,14 @@ from isobit.cli import main
 TOOLS = """
 import torch
 from isobit.library.post_training.merging import lerp_for_slerp as merge_linearly
-from isobit.library.post_training.quantising import quantize as right_quantize, zero_off_by_one
+from isobit.library.post_training.pruning import wanda_magnitude
+from isobit.library.post_training.quantising import (
+    quantize as right_quantize, scaled_mm_of_the_tensor, torch_dynamic, zero_off_by_one
+)
+
+def by_rows(x):
+    scale = x.double().abs().amax(1, True).clamp(min=1e-30) / 127
+    return (x.double() / scale).round(), scale, torch.zeros_like(scale)
 
 def matches_nothing(weight, sparsity):
     return weight.clone()
@@ -44,6 +52,11 @@ def claims_of(capsys, monkeypatch, tmp_path, code, like):
         ("tools_here.py:right_quantize", "quantize", set()),
         ("tools_here.py:zero_off_by_one", "quantize", {"half-a-step", "zero-is-exact"}),
         ("tools_here.py:merge_linearly", "merge", {"slerp-keeps-norms"}),
+        ("tools_here.py:wanda_magnitude", "prune", {"exact-count", "kept-bits", "ends"}),
+        ("tools_here.py:by_rows", "quantize_int8", set()),
+        ("tools_here.py:right_quantize", "quantize_fp8", set()),
+        ("tools_here.py:torch_dynamic", "quantize_int8", {"fine-steps-int8", "rows-int8"}),
+        ("tools_here.py:scaled_mm_of_the_tensor", "quantize_fp8", {"fine-steps-fp8", "rows-fp8"}),
     ],
 )
 def test_tools_are_judged(capsys, monkeypatch, tmp_path, code, like, broken):
@@ -73,6 +86,9 @@ def test_a_users_tokenizer_is_judged(capsys, monkeypatch, tmp_path):
     make_file(tmp_path / "tokenizer.json")
     code, found = claims_of(capsys, monkeypatch, tmp_path, "tokenizer.json", "tokenizer")
     assert (code, set(found.values())) == (0, {"kept"})
+    assert main.main(["check", "tokenizer.json", "--like", "tokenizer", "--quiet"]) == 0
+    said = re.search(r"is not ids for (\d+) of (\d+) drawn", capsys.readouterr().out)
+    assert 0 < int(said[1]) < int(said[2])  # merges that text would apply, and ids that text gives
     make_file(tmp_path / "lower.json", lower=True)
     code, found = claims_of(capsys, monkeypatch, tmp_path, "lower.json", "tokenizer")
     assert (code, found["round-trip"]) == (1, "broken")

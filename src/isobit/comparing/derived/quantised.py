@@ -2,7 +2,8 @@
 
 [Note: Half a step]
 A code that was rounded to nearest is within half a step of its weight. What a tool may add to that is derived: the
-stored scale and the quotient are each rounded once in their dtypes, so |w|·(u of the scale + u of the weight) more. A
+stored scale and the quotient are each rounded once in their dtypes, so |w|·(u of the scale + u of the weight) more; a
+zero point that is added before codes are rounded makes one more rounding, of the code's own size. A
 code at the end of its range may be clipped; a group is wrong if its largest weight is beyond twice the range.
 GPTQ does not round to nearest: it moves a column's error into the columns after it. A tensor most of whose groups are
 beyond half a step is judged per group instead: the mean error is within half a step, the root of the mean square within
@@ -196,11 +197,14 @@ def fit(codes: Codes, weight: Tensor, dtype: torch.dtype, slack: Tensor | float 
     step = codes.steps()
     half = step.abs() / 2 if codes.fp8 is None else half_fp8(codes) * step.abs()
     allowed = half + weight.abs() * (unit(codes.scale_dtype) + unit(dtype)) + slack
+    zero = codes.zero[:, codes.group]
+    shifted = (zero != 0) & (zero != (codes.low + codes.high + 1) / 2)
+    size = torch.maximum(codes.codes.abs(), (codes.codes - zero).abs()) + 1
+    allowed = allowed + torch.where(shifted, unit(dtype) * size * step.abs(), 0.0)
     difference = weight - codes.values()
     at_low, at_high = codes.codes <= codes.low, codes.codes >= codes.high
     outward = torch.where(step > 0, difference, -difference)
     clipped = (at_high & (outward > 0)) | (at_low & (outward < 0))
-    zero = codes.zero[:, codes.group]
     reach = torch.maximum(codes.high - zero, zero - codes.low) * step.abs()
     clipped &= weight.abs() <= CLIPPED * reach
     beyond = ~(difference.abs() <= allowed) & ~clipped

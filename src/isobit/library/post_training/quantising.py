@@ -229,9 +229,10 @@ def by_threads(x: Tensor, scheme: str = "int4") -> Quantised:
 
 def torch_dynamic(x: Tensor) -> Quantised:
     """Quantise as torch's dynamic int8 layers do activations: one scale for the tensor, so for all rows of a batch."""
-    made = torch.quantize_per_tensor_dynamic(x.float(), torch.qint8, False)
-    zero = torch.tensor(float(made.q_zero_point()))
-    return made.int_repr(), torch.tensor(made.q_scale()), zero
+    low, high = x.float().amin().clamp(max=0.0), x.float().amax().clamp(min=0.0)
+    scale = ((high - low) / 255).clamp(min=1e-30)
+    zero = (-128 - low / scale).round()
+    return ((x.float() / scale).round() + zero).clamp(-128, 127), scale, zero
 
 
 def scaled_mm_of_the_tensor(x: Tensor) -> Quantised:
