@@ -70,6 +70,8 @@ def take_part(rank, ranks, folder, runs):
     longest = torch.tensor([ran, ran + taken])
     dist.all_reduce(longest, op=dist.ReduceOp.MAX)
     computing, sleeping = longest.clamp(DELAY, LONGEST).tolist()
+    if rank == 0:
+        Path(folder, "slept").write_text(str(sleeping))
     for word in runs.split():
         name, run = word.split("=")
         cause, _, late = run.partition("@")

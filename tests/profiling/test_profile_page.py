@@ -93,7 +93,10 @@ def test_bricks_are_drawn_below_the_roof_as_far_as_they_are_from_it(tmp_path):
 
 def test_nothing_is_drawn_without_rates_or_bounds(tmp_path):
     assert roofline_of(busy(device={"name": "a GPU of tomorrow"}), tmp_path)[0] is None
-    assert roofline_of(one_step(), tmp_path)[0] is None
+    without_shapes = busy()
+    for event in without_shapes.events:
+        event["args"].pop("Input Dims", None)
+    assert roofline_of(without_shapes, tmp_path)[0] is None
 
 
 def test_one_half_is_drawn_alone(tmp_path):

@@ -3,7 +3,7 @@
 import pytest
 
 from isobit.profiling.api import profile
-from tests.profiling.gloo_runs import CAUSES, GLOBAL, STEPS, record
+from tests.profiling.gloo_runs import CAUSES, GLOBAL, SLEEPING, STEPS, record
 
 RUNS = {
     2: [f"{cause}@{late}" for cause in CAUSES for late in (0, 1)] + list(GLOBAL),
@@ -67,6 +67,10 @@ def test_planted_causes_are_named_right_twins_are_silent_and_savings_come_true(t
                 said[name] += ([(one.rule, one.rank, one.detail) for one in twin.findings],)
             if "@" in run:
                 measured, saving = length(found) - length(twin), found.savings[int(run[-1])]
+                if (
+                    run.partition("@")[0] in SLEEPING
+                ):  # then it is known, whatever the machine did to the twin
+                    measured = STEPS * float((folder / "slept").read_text()) * 1e9
                 predicted += 1
                 kept[name] = saving is not None and abs(saving - measured) <= 0.2 * measured
     assert (len(named), predicted) == (22, 20)

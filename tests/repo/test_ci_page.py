@@ -22,7 +22,7 @@ LINES = [step["run"] for step in STEPS if "run" in step and not step["run"].star
 SAFE = (
     ["-P"] if sys.version_info >= (3, 11) else []
 )  # the folder is not on the path of `isobit` either
-SLOW = ("isobit certify", "pytest")  # run by ./check --full
+SLOW = ("isobit certify", "isobit profile", "pytest")  # run by ./check --full
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def run(line, folder):
 
 def test_the_page_runs_every_command_that_its_table_names():
     named = set(re.findall(r"^\| `(isobit \w+(?: lint)?|pytest --isobit)` \|", PAGE, re.M))
-    assert len(named) == 8
+    assert len(named) == 9
     assert {name for name in named if not any(line.startswith(name) for line in LINES)} == set()
     assert len(LINES) == len(named)
 
@@ -78,6 +78,11 @@ BROKEN = {
     "isobit audit": ("tiny_model.py", "isobit.nn.Linear", "nn.Linear"),
     "isobit check": ("row_kernels.py", "wide = x.double()", "wide = x.double().round()"),
     "isobit preflight": ("train.py", "optimizer.zero_grad()", "pass"),
+    "isobit profile": (
+        "train.py",
+        "batch_size=8,",
+        "batch_size=8, collate_fn=lambda x: (__import__('time').sleep(1), torch.utils.data.default_collate(x))[1],",
+    ),
     "isobit simulate": ("train.py", "sampler.set_epoch(epoch)", "pass"),
 }
 

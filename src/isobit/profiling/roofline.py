@@ -122,7 +122,7 @@ class Drawing:
 
     def svg(self) -> str:
         """Return the drawing."""
-        parts = []
+        parts: list[str] = []
         if self.moves:
             parts += self.left_half()
         if self.products:
