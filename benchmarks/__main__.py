@@ -39,6 +39,7 @@ CASES = (
     "comparisons",
     "candidates",
     "families",
+    "recipes",
     "vllm",
     "vllm_whole",
     "vllm_lora",
