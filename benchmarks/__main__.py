@@ -40,6 +40,7 @@ CASES = (
     "candidates",
     "families",
     "post_training",
+    "recipes",
     "vllm",
     "vllm_whole",
     "vllm_lora",

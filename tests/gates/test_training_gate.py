@@ -13,13 +13,16 @@ from subprocess import CompletedProcess
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
+from isobit.cli.gate.training import read_layout
 from isobit.cli.main import main
-from isobit.errors import ArgumentError, SimulationError, UnsupportedError
+from isobit.errors import ArgumentError, CutError, SimulationError, UnsupportedError
 from isobit.gates.training import launcher, rank_layout_gate
 from isobit.gates.training import picture as curve_picture
 from isobit.gates.training.launcher import Job, run_job
 from isobit.gates.training.rank_layout_gate import judge, run_jobs
+from isobit.gates.training.train_stock import StockRun
 from isobit.gates.training.workload import WORKLOADS, RankLayout, check_layout, layout_grid
 from isobit.order.tree import Counter
 from isobit.parallel import checkpoint
@@ -293,3 +296,38 @@ def test_jobs_are_told_as_they_end(first, folder):
     found = run_jobs(jobs, told.append, folder / "kept")
     assert told == jobs
     assert [o.name for o in found] == ["isobit 1×1×1", "isobit 2×2×1"]
+
+
+# ---- a mixture of experts over ranks -------------------------------------------------------------------------
+
+
+def test_a_mixture_over_ranks_of_experts_and_of_context():
+    layouts = (RankLayout(), RankLayout(2, 2, 1, experts=2, context=2))
+    found = judge(run_jobs(Job(layout, "moe", "bfloat16", stop=1) for layout in layouts))
+    assert (found.layouts, found.steps, found.kept) == (2, 1, True)
+
+
+@pytest.mark.full
+def test_every_layout_of_a_mixture():
+    assert (
+        main(["gate", "training", "--workload", "moe", "--dtype", "fp32", "bf16", "--stock"]) == 0
+    )
+
+
+def test_layouts_of_experts_and_of_context():
+    assert read_layout("4x2x1x2x2") == RankLayout(4, 2, 1, "isobit", 2, 2)
+    assert str(read_layout("4x2x1x2x2")) == "isobit 4×2×1 ep2 cp2"
+    assert RankLayout(4, 2, 1, experts=2, context=2).ranks == 8
+    grid = layout_grid(WORKLOADS["moe"])
+    assert sum(layout.experts > 1 for layout in grid) >= 4
+    assert sum(layout.context > 1 for layout in grid) >= 4
+    with pytest.raises(CutError, match="divides the data-parallel ranks"):
+        RankLayout(2, 1, 1, experts=4)
+    with pytest.raises(CutError, match="tensor, expert or context"):
+        RankLayout(2, 1, 1, "ddp", context=2)
+    with pytest.raises(CutError, match="--workload moe"):
+        check_layout(RankLayout(2, 1, 1, experts=2), WORKLOADS["tiny"])
+    with pytest.raises(UnsupportedError, match="share attention"):
+        StockRun(WORKLOADS["moe"], RankLayout(context=2), torch.float32)
+    with pytest.raises(ArgumentError, match="three to five"):
+        read_layout("4x2")

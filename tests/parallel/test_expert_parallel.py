@@ -1,6 +1,7 @@
 """Experts split over 1, 2, 4 and 8 ranks have the bits of one rank: outputs, and every gradient."""
 
 import ast
+import copy
 from dataclasses import replace
 
 import pytest
@@ -189,6 +190,18 @@ def test_one_digest_if_tokens_are_split(dtype):
         ((2, 1), 2),
     ):
         assert differing(on_split_ranks(shape, dtype, micro_batches), expected) == 0, shape
+
+
+def test_a_copy_of_a_split_layer_trains():
+    def program(rank):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))["ep"]
+        layer = copy.deepcopy(Layer(torch.float32, mesh, "split"))
+        batch, x = GlobalBatch(2, 2), tokens(torch.float32)[rank]
+        with Gradients(layer, batch, group=mesh.get_group()).micro_batch(0) as share:
+            layer(x, Samples.packed([len(x)], first=share.first, total=2)).sum().backward()
+        return bits.digest(whole(layer.experts, "down"))
+
+    assert len(set(World(2).run(program).values)) == 1
 
 
 def test_experts_that_are_not_trained():

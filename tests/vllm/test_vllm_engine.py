@@ -125,7 +125,7 @@ def test_rollouts_have_one_value_in_every_layout_and_the_trainers():
     assert rollouts.run(quick=True, threads=[1, 2], dtypes=["bfloat16"]) == 0
 
 
-@pytest.mark.parametrize("family", ["Mistral", "Phi3", "Gemma", "Granite"])
+@pytest.mark.parametrize("family", ["Qwen3Moe", "Mistral", "Phi3", "Gemma", "Granite"])
 def test_other_models_of_known_layers_have_the_trainers_bits(family, tmp_path):
     """Mistral has a window of 48 keys, Gemma norms with 1 + weight and gelu, Granite scaled logits."""
     from tests.vllm.in_engine import PROMPTS

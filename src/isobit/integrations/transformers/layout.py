@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,10 @@ from isobit.ops.attention.op import Places
 from isobit.ops.logprob.op import IGNORED
 from isobit.ops.share import share_in_force
 from isobit.order.samples import Samples
+from isobit.parallel.tensor.context_attention import SplitPlaces
+from isobit.parallel.tensor.tensor_parallel_group import TensorParallelGroup
 
+CONTEXT = "_isobit_context"  # on an attention module: the ranks that its attention is split over
 LAYOUT = "isobit_layout"  # the keyword that takes a layout through transformers' own forwards
 
 
@@ -32,12 +35,16 @@ class Layout:
     known_places: dict[Any, Places] = field(default_factory=dict, compare=False, repr=False)
     # What one module leaves for the next within a call, such as outputs of linears that share an input.
     pending: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    context: TensorParallelGroup | None = None  # the ranks that share attention
 
     def places(self, q: Tensor, k: Tensor) -> Places:
         """Return where samples are in the queries and keys of a layer; layers share what the first one makes."""
-        of = q.shape[:-2], k.shape[:-2], q.device
+        of = q.shape[:-2], k.shape[:-2], q.device, self.context is None
         if of not in self.known_places:
-            self.known_places[of] = Places(q, k, self.samples, self.keys)
+            known = (q, k, self.samples, self.keys)
+            self.known_places[of] = (
+                Places(*known) if self.context is None else SplitPlaces(*known, self.context)
+            )
         return self.known_places[of]
 
     def row_samples(self) -> Samples:
@@ -253,6 +260,12 @@ def of_global_batch(spans: list[tuple[int, int]], rows: int) -> Samples:
     if share is None:
         return Samples(tuple(spans), rows, 0, len(spans))
     return Samples.of_spans(spans, rows, share.first, share.total)
+
+
+def over_ranks(module: Any, layout: Layout) -> Layout:
+    """Return the layout of an attention module, which ranks may share."""
+    ranks = vars(module).get(CONTEXT)
+    return layout if ranks is None else replace(layout, context=ranks)
 
 
 # ---- the layout in force -----------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from isobit.errors import CutError, UnsupportedError
-from isobit.integrations.transformers.parts.attention import CONTEXT
+from isobit.integrations.transformers.layout import CONTEXT
+from isobit.integrations.transformers.parts.experts import forward_clamped_experts, forward_experts
 from isobit.integrations.transformers.parts.linear import share_count
 from isobit.integrations.transformers.parts.recognition import Plan
 from isobit.integrations.transformers.refusals import refuse
@@ -41,6 +42,9 @@ AXES: dict[str, dict[str, int]] = {
     "embed_tokens": VOCABULARY,
     "lm_head": VOCABULARY,
 }
+
+
+EXCHANGED = (forward_experts, forward_clamped_experts)  # forwards that send rows to other ranks
 
 
 def shard(model: nn.Module, mesh: DeviceMesh | TensorParallelGroup) -> TensorParallelGroup:
@@ -111,6 +115,12 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh | TensorParallelGroup) -> T
             "train it with data parallelism or FSDP2 (isobit.parallel.Gradients)",
         )
     for module in found:
+        if plan.parts[module].forward not in EXCHANGED:
+            refuse(
+                "experts whose rows are exchanged between ranks",
+                f"{plan.names[module]} of type {type(module).__name__}",
+                "train it with data parallelism or FSDP2 (isobit.parallel.Gradients)",
+            )
         check_count(module.num_experts, ranks)
     for module in found:
         split_experts(module, [name for name, _ in module.named_parameters(recurse=False)], ranks)
@@ -132,10 +142,10 @@ def split_context(
     Returns:
         The ranks that share the attention.
     """
-    ranks = TensorParallelGroup.of(mesh)
+    state, ranks = require_state(model), TensorParallelGroup.of(mesh)
     for dtype in {p.dtype for p in model.parameters()}:
         require_same_arithmetic(dtype, ranks.group)
-    for module, part in require_state(model).plan.parts.items():
+    for module, part in state.plan.parts.items():
         if part.name == "attention":
             module.__dict__[CONTEXT] = ranks
     return ranks

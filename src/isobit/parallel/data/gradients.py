@@ -39,7 +39,7 @@ from isobit.parallel.data.fsdp import FsdpReducer
 from isobit.parallel.data.global_batch import GlobalBatch
 from isobit.parallel.data.reducer import GradientReducer, PlainReducer
 from isobit.parallel.same_environment import require_same_training
-from isobit.parallel.tensor.expert_exchange import exchange_of
+from isobit.parallel.tensor.expert_exchange import exchange_of, mark_exchanges
 
 # Checks of each gradient that autograd delivers to a parameter inside a micro-batch.
 
@@ -184,6 +184,7 @@ class Gradients:
             )
         if ranks > 1:
             require_same_training(model, batch, RankGroup.of(group))
+        mark_exchanges(model)
         self._reducer = reducer_for(model, batch, group)
         self._checks = GradientChecks(self._reducer.leaves)
         self._unfinished = Unfinished(model.parameters(), batch.micro_batches)

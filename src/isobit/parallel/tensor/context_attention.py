@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from isobit.errors import CutError, UnsupportedError
+from isobit.errors import ArgumentError, CutError, UnsupportedError
 from isobit.ops.arguments import check_tensors
 from isobit.ops.attention.op import BlockTable, Places, attend, check_attention, mask_of
 from isobit.ops.attention.portable import Mask
 from isobit.ops.derivatives import refuse_second_order
+from isobit.order.samples import Samples
 from isobit.parallel.same_environment import require_same_arithmetic
 from isobit.parallel.tensor.tensor_parallel_group import TensorParallelGroup
 
@@ -67,12 +68,18 @@ def context_attention(
     """
     check_tensors(q=q, k=k, v=v)
     check_attention(q, k, v)
+    if window is not None and (window < 1 or not is_causal):
+        raise ArgumentError(
+            expected="a window of one key or more, in causal attention",
+            received=f"window={window}, is_causal={is_causal}",
+            remedy="leave window out, or count the keys a query sees, itself included",
+        )
     ranks = TensorParallelGroup.of(mesh)
     check_shapes(q, k, ranks)
     q, k, v = (Gather.apply(t, ranks) for t in (q, k, v))  # type: ignore[no-untyped-call]
     mask = mask_of(q, is_causal, scale, window)
-    places = Places(q, k, None, None)
-    mixed: Tensor = Take.apply(split_attention(q, k, v, places, mask, ranks), ranks)  # type: ignore[no-untyped-call]
+    whole = SplitPlaces(q, k, None, None, ranks).attend(q, k, v, mask)
+    mixed: Tensor = Take.apply(whole, ranks)  # type: ignore[no-untyped-call]
     return mixed
 
 
@@ -91,23 +98,34 @@ def check_shapes(q: Tensor, k: Tensor, ranks: TensorParallelGroup) -> None:
         )
 
 
-def split_attention(
-    q: Tensor, k: Tensor, v: Tensor, places: Places, mask: Mask, ranks: TensorParallelGroup
-) -> Tensor:
-    """Compute attention of tensors that every rank has; each computes a part, and gets the whole."""
-    if ranks.size == 1:
-        return places.attend(q, k, v, mask)
-    if mask.window and not mask.causal:  # the position of a query is counted back from the last key
-        raise UnsupportedError(
-            expected="a window of causal attention, or no window, over several ranks",
-            received="a window to both sides",
-            remedy="compute it on one rank",
-        )
-    shape = q.shape
-    if places.crosses:
-        q, k, v = (t.flatten(0, -3) for t in (q, k, v))
-    mixed: Tensor = SplitAttention.apply(q, k, v, places, mask, ranks)  # type: ignore[no-untyped-call]
-    return mixed.view(shape)
+class SplitPlaces(Places):
+    """Places of samples whose attention several ranks compute: each a part, and each gets the whole."""
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        queries: Samples | None,
+        keys: Samples | None,
+        ranks: TensorParallelGroup,
+    ) -> None:
+        """Make the tables, as for one rank."""
+        super().__init__(q, k, queries, keys)
+        self.ranks = ranks
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+        """Compute attention of tensors that every rank has."""
+        if self.ranks.size == 1:
+            return super().attend(q, k, v, mask)
+        if mask.window and not mask.causal:  # a query's position would be that of one rank's
+            raise UnsupportedError(
+                expected="a causal window, where ranks share attention",
+                received=f"a window of {mask.window} keys on both sides",
+                remedy="compute it on one rank",
+            )
+        rows = [t.flatten(0, -3) for t in (q, k, v)] if self.crosses else [q, k, v]
+        mixed: Tensor = SplitAttention.apply(*rows, self, mask, self.ranks)  # type: ignore[no-untyped-call]
+        return mixed.view(q.shape)
 
 
 class SplitAttention(torch.autograd.Function):

@@ -27,7 +27,7 @@ from isobit.ops.experts.routes import Routes, expert_spans
 from isobit.ops.experts.rows import combine, dispatch_rows
 from isobit.ops.share import Share, collecting, share_in_force
 from isobit.order.samples import Samples
-from isobit.parallel.tensor.shard import split_module
+from isobit.parallel.tensor.shard import shards_of, split_module, tp_group_of
 from isobit.parallel.tensor.tensor_parallel_group import TensorParallelGroup
 
 _EXCHANGE = "_isobit_exchange"  # on a parameter of experts: the ranks whose rows it is applied to
@@ -47,8 +47,16 @@ def split_experts(module: nn.Module, names: list[str], ranks: TensorParallelGrou
         CutError: The number of ranks does not divide the experts.
     """
     split_module(module, dict.fromkeys(names, 0), ranks)
-    for name in names:
-        setattr(getattr(module, name), _EXCHANGE, ranks)
+    module.__dict__[_EXCHANGE] = ranks
+    mark_exchanges(module)
+
+
+def mark_exchanges(model: nn.Module) -> None:
+    """Mark the parameters of experts that are split: a deep copy of a parameter has no mark, that of a module has."""
+    for module in model.modules():
+        if _EXCHANGE in module.__dict__ and tp_group_of(module) is not None:
+            for name in shards_of(module):
+                setattr(getattr(module, name), _EXCHANGE, module.__dict__[_EXCHANGE])
 
 
 def mix_experts(

@@ -8,16 +8,14 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from isobit.errors import UnsupportedError
-from isobit.integrations.transformers.layout import LAYOUT, Layout, current_layout
+from isobit.integrations.transformers.layout import LAYOUT, Layout, current_layout, over_ranks
 from isobit.integrations.transformers.package import library
 from isobit.integrations.transformers.parts.activations import refuse_dropout
 from isobit.integrations.transformers.parts.masks import Seen, read_mask
 from isobit.integrations.transformers.parts.sinks import attend_with_sinks
 from isobit.ops.arguments import cast_for_autocast
 from isobit.ops.attention.op import attention_in, check_attention, mask_of
-from isobit.parallel.tensor.context_attention import split_attention
 
-CONTEXT = "_isobit_context"  # on an attention module: the ranks that its attention is split over
 ATTENTION = "isobit"  # our name in transformers' registries of attention and mask functions
 # Keywords of attention functions that change what is computed, by what they are.
 OTHERS = {"position_bias": "a bias of the scores by position"}
@@ -42,7 +40,7 @@ def attend(
     **inputs: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention as transformers' registry calls it: [B, H, T, D] and [B, Hkv, S, D] to [B, T, H, D]."""
-    layout: Layout = inputs.get(LAYOUT) or current_layout()
+    layout: Layout = over_ranks(module, inputs.get(LAYOUT) or current_layout())
     if dropout:
         refuse_dropout(f"attention_dropout of {dropout} in training")
     causal = bool(getattr(module, "is_causal", True))
@@ -65,27 +63,12 @@ def attend(
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     window, chunk_size = attention_mask.window, attention_mask.chunk_size
     mask = mask_of(q, causal, scaling, window, inputs.get("softcap"), chunk_size)
-    sinks, context = inputs.get("s_aux"), vars(module).get(CONTEXT)
-    if context is not None and context.size > 1:
-        check_context(layout, sinks)
-        q, k, v = (t.contiguous() for t in (q, k, v))
-        check_attention(q, k, v)
-        return split_attention(q, k, v, layout.places(q, k), mask, context), None
+    sinks = inputs.get("s_aux")
     if sinks is not None:
         check_attention(q, k, v)
         rows = layout.row_samples()
         return attend_with_sinks(layout.places(q, k), q, k, v, sinks, mask, rows), None
     return attention_in(layout.places, q, k, v, mask), None
-
-
-def check_context(layout: Layout, sinks: Tensor | None) -> None:
-    """Raise for attention that is not split over ranks: with sinks, or behind a cache."""
-    if sinks is not None or layout.key_rows != layout.positions.shape[1]:
-        raise UnsupportedError(
-            expected="attention over whole samples, which ranks share",
-            received="sinks" if sinks is not None else "keys of a cache",
-            remedy="call split_context(model, None) first",
-        )
 
 
 def refuse_keys(layout: Layout, received: str) -> NoReturn:
