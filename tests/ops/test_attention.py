@@ -217,3 +217,20 @@ def test_a_gradient_needs_keys_in_the_rows_of_their_queries():
     isobit.attention(q, k, v, is_causal=True, q_samples=after, k_samples=after).sum().backward()
     assert k.grad[2:10].any()
     assert not k.grad[:2].any()
+
+
+@pytest.mark.parametrize(
+    ("mask", "name"),
+    [
+        ((True, 0, 2.0, 0), r"softcap=2\.0"),
+        ((True, 0, 0.0, 8), "chunk_size=8"),
+        ((False, 3, 0.0, 0), "window=3 with is_causal=False"),
+    ],
+)
+def test_what_the_triton_kernels_do_not_compute_is_named(mask, name):
+    from isobit.ops.attention.triton import check_mask
+
+    check_mask(True, 3, 0.0, 0)
+    check_mask(False, 0, 0.0, 0)
+    with pytest.raises(UnsupportedError, match=name):
+        check_mask(*mask)

@@ -259,6 +259,11 @@ def test_refusals_name_what_is_wrong(call, word):
         call()
 
 
+def require_native(dtype=torch.float32):
+    if not dispatch.is_native(dtype):
+        pytest.skip("no native kernels")
+
+
 HARD = (torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e-42)
 
 
@@ -266,8 +271,7 @@ HARD = (torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e-42)
 @pytest.mark.parametrize("tokens", [0, 1, 41])
 @pytest.mark.parametrize("count", [6, 64])
 def test_native_routes_and_sums_are_the_portable_ones(dtype, tokens, count):
-    if not dispatch.is_native(dtype):
-        pytest.skip("no native kernels")
+    require_native(dtype)
     drawn, k = torch.Generator().manual_seed(count), 3
     logits = torch.randn(tokens, count, generator=drawn) * 4
     logits[::5] = logits[::5].round()  # ties
@@ -304,6 +308,7 @@ def test_native_routes_and_sums_are_the_portable_ones(dtype, tokens, count):
 
 def test_a_wrong_kernel_is_not_attested():
     """The comparison at start finds sums by slot, and ties that go to the highest id."""
+    require_native()
 
     def by_slot(name, *given):
         if name != "combine":
@@ -328,6 +333,7 @@ def test_a_wrong_kernel_is_not_attested():
 
 
 def test_native_tables_are_checked():
+    require_native()
     rows, ids = torch.randn(4, 3), torch.tensor([[0, 1], [1, 0]])
     for experts, places in ((ids, ids + 9), (ids + 7, ids), (ids.int(), ids.int())):
         with pytest.raises(RuntimeError, match=r"isobit\.combine: expected"):

@@ -33,8 +33,9 @@ class Sample:
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> None:
         """Take the rows of one sample; `options` are the keywords of the call."""
         self.q, self.k, self.v = q, k, v
-        wanted = {"is_causal": True, **options}
-        self.mask = mask_of(q, **wanted)
+        names = ("scale", "window", "softcap", "chunk_size")
+        wanted = {name: options[name] for name in names if name in options}
+        self.mask = mask_of(q, bool(options.get("is_causal", True)), **wanted)
         self.window = self.mask.window
         self.past = len(k) - len(q)  # keys of earlier calls
 
@@ -225,6 +226,12 @@ def chunks_from_the_call(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Ten
     if size is None:
         return attention(q, k, v, **options)
     return attention(q, k, v, chunk_size=size + len(q) % 2, **options)
+
+
+def chunks_as_windows(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """See as many keys as a chunk has, wherever the chunk begins."""
+    size = options.pop("chunk_size", None)
+    return attention(q, k, v, **({} if size is None else {"window": size}), **options)
 
 
 def slope_forgotten(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
