@@ -290,6 +290,11 @@ def test_two_drivers_at_once(cluster, local, tmp_path):
     assert [one.wait(400) for one in both] == [0, 0]
     found = records_of(url)
     note("two drivers at once, their store", url, local)
+    words = [sys.executable, "-m", "isobit", "verify", *FEW, "--level", "L2", "-q", "--store", url]
+    third = [*words, "--evidence", str(tmp_path / "home2")]
+    done = subprocess.run(third, cwd=tmp_path, capture_output=True, text=True)
+    assert "0 judged now" in done.stdout
+    assert f"{len(local)} of {len(local)} claims" in done.stdout  # each counts once
     assert found.keys() == local.keys()
     assert all(one in local[key] for key, ones in found.items() for one in ones)
 
