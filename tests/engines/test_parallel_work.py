@@ -255,6 +255,38 @@ def test_seeds_on_ray_are_those_of_one_process(cluster, tmp_path):
 
 
 @pytest.mark.full
+def test_seeds_and_layouts_on_dask_are_those_of_one_process(tmp_path):
+    distributed = pytest.importorskip("distributed")
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    seeds = ["simulate", str(script), "--ranks", "2", "--seeds", "3"]
+    layouts = ["gate", "training", "--workload", "tiny", "--layouts", "1x1x1", "2x2x1"]
+    options = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": None}
+    with distributed.LocalCluster(**options) as cluster:
+        for words, key in ((seeds, "clean_seeds"), (layouts, "verdicts")):
+            found = []
+            for more in ([], ["--on", f"dask:{cluster.scheduler_address}"]):
+                command = [sys.executable, "-m", "isobit", *words, "--json", "-q", *more]
+                done = subprocess.run(command, capture_output=True, text=True)
+                assert done.returncode == 0, done.stderr
+                found.append(json.loads(done.stdout)[key])
+            assert found[0] == found[1]
+
+
+@pytest.mark.full
+def test_layouts_on_ray_are_those_of_one_process(cluster, tmp_path):
+    found = []
+    for more in ([], ["--on", f"ray:{cluster.address}"]):
+        words = [sys.executable, "-m", "isobit", "gate", "training", "--workload", "tiny"]
+        words += ["--layouts", "1x1x1", "2x2x1", "--json", "-q", *more]
+        done = subprocess.run(words, env=clean_environment(), capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        record = json.loads(done.stdout)
+        found.append((record["verdicts"], [one["digest"] for one in record["outcomes"]]))
+    assert found[0] == found[1]
+
+
+@pytest.mark.full
 def test_a_killed_worker_loses_nothing(cluster, local, tmp_path):
     running = start_verify(cluster, tmp_path / "home")
     killed = wait_for_workers()[0]
@@ -385,8 +417,9 @@ def test_evidence_in_s3_and_a_torn_object(bucket, local, tmp_path):
     assert "1 judged now" in done.stdout
     note("a torn object in S3", tmp_path / "four", local)
     assert records_of(tmp_path / "four") == local
-    assert push(store, tmp_path / "one") == 1  # whoever has it puts it right
+    push(store, tmp_path / "one")  # whoever has it puts it right
     assert is_whole(torn, store.read(torn))
+    assert all(is_whole(name, store.read(name)) for name in store.names())
 
 
 @pytest.mark.full
