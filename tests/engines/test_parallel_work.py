@@ -417,7 +417,7 @@ def test_evidence_in_s3_and_a_torn_object(bucket, local, tmp_path):
     assert "1 judged now" in done.stdout
     note("a torn object in S3", tmp_path / "four", local)
     assert records_of(tmp_path / "four") == local
-    push(store, tmp_path / "one")  # whoever has it puts it right
+    assert push(store, tmp_path / "one" / "evidence") == 1  # whoever has it puts it right
     assert is_whole(torn, store.read(torn))
     assert all(is_whole(name, store.read(name)) for name in store.names())
 
