@@ -5,6 +5,7 @@ Tests that start a cluster of Ray or a server of S3 are marked full, and need th
 
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 import isobit
 from isobit.cli.main import main
 from isobit.contracts.store.sharing import Store, is_whole, pull, push
+from isobit.errors import BusyError
 from isobit.foundation.addresses import storage_of
 from isobit.foundation.engines import open_engine
 
@@ -49,6 +51,14 @@ def test_an_engine_that_does_not_exist_is_refused(tmp_path, capsys):
         open_engine("slurm")
     assert main(["verify", *SHORT, "--on", "slurm", "--evidence", str(tmp_path)]) == 2
     assert "isobit[ray]" in capsys.readouterr().err
+
+
+def test_errors_of_workers_arrive_as_they_were_raised():
+    words = {"expected": "a", "received": "b", "remedy": "c"}
+    for error in (isobit.ArgumentError(**words), BusyError(**words, ranks=[3], stacks={3: ["x"]})):
+        found = pickle.loads(pickle.dumps(error))
+        assert (type(found), str(found), found.args) == (type(error), str(error), error.args)
+        assert vars(found) == vars(error)
 
 
 def test_rollouts_in_processes_are_those_of_one_pass(tmp_path, capsys):
