@@ -51,7 +51,7 @@ class IsobitError(Exception):
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle without what a world had, which is large: errors of workers arrive as they were raised."""
         state = {**self.__dict__, "result": None} if "result" in self.__dict__ else self.__dict__
-        return restored_error, (type(self), self.args, state)
+        return _restored_error, (type(self), self.args, state)
 
     @property
     def one_line(self) -> str:
@@ -59,7 +59,7 @@ class IsobitError(Exception):
         return f"expected {self.expected}; received {self.received}; remedy: {self.remedy}"
 
 
-def restored_error(
+def _restored_error(
     kind: type[IsobitError], arguments: tuple[Any, ...], state: Mapping[str, Any]
 ) -> IsobitError:
     """Return an error that was pickled."""
