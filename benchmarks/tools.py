@@ -5,6 +5,7 @@ Checkpoints are compared next to `cmp` of the same two files, which are in the p
 which cost grows, by the last decade. With --write, the record and the picture of docs/explanation/scale.md are written.
 """
 
+import dataclasses
 import datetime
 import itertools
 import json
@@ -246,7 +247,7 @@ def write(found):
         "command": "python -m benchmarks.tools --write",
         "commit": commit,
         "date": datetime.date.today().isoformat(),
-        "machine": fingerprint(VERSION),
+        "machine": dataclasses.asdict(fingerprint(VERSION)),
         "columns": ["size", "CPU seconds", "wall seconds", "MB of growth", "CPU seconds of cmp"],
         "tools": {tool: found[tool] for tool in TOOLS if tool in found},
     }

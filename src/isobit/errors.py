@@ -48,10 +48,24 @@ class IsobitError(Exception):
         function = called_function(self.__traceback__)
         return f"{function}: {self.args[0]}" if function else str(self.args[0])
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle without what a world had, which is large: errors of workers arrive as they were raised."""
+        state = {**self.__dict__, "result": None} if "result" in self.__dict__ else self.__dict__
+        return _restored_error, (type(self), self.args, state)
+
     @property
     def one_line(self) -> str:
         """The message on one line and without the function, for tables and records."""
         return f"expected {self.expected}; received {self.received}; remedy: {self.remedy}"
+
+
+def _restored_error(
+    kind: type[IsobitError], arguments: tuple[Any, ...], state: Mapping[str, Any]
+) -> IsobitError:
+    """Return an error that was pickled."""
+    error = kind.__new__(kind, *arguments)
+    error.__dict__.update(state)
+    return error
 
 
 def in_one_line(error: BaseException) -> str:

@@ -5,6 +5,7 @@ Tests that start a cluster of Ray or a server of S3 are marked full, and need th
 
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 import isobit
 from isobit.cli.main import main
 from isobit.contracts.store.sharing import Store, is_whole, pull, push
+from isobit.errors import BusyError
 from isobit.foundation.addresses import storage_of
 from isobit.foundation.engines import open_engine
 
@@ -49,6 +51,14 @@ def test_an_engine_that_does_not_exist_is_refused(tmp_path, capsys):
         open_engine("slurm")
     assert main(["verify", *SHORT, "--on", "slurm", "--evidence", str(tmp_path)]) == 2
     assert "isobit[ray]" in capsys.readouterr().err
+
+
+def test_errors_of_workers_arrive_as_they_were_raised():
+    words = {"expected": "a", "received": "b", "remedy": "c"}
+    for error in (isobit.ArgumentError(**words), BusyError(**words, ranks=[3], stacks={3: ["x"]})):
+        found = pickle.loads(pickle.dumps(error))
+        assert (type(found), str(found), found.args) == (type(error), str(error), error.args)
+        assert vars(found) == vars(error)
 
 
 def test_rollouts_in_processes_are_those_of_one_pass(tmp_path, capsys):
@@ -255,6 +265,38 @@ def test_seeds_on_ray_are_those_of_one_process(cluster, tmp_path):
 
 
 @pytest.mark.full
+def test_seeds_and_layouts_on_dask_are_those_of_one_process(tmp_path):
+    distributed = pytest.importorskip("distributed")
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    seeds = ["simulate", str(script), "--ranks", "2", "--seeds", "3"]
+    layouts = ["gate", "training", "--workload", "tiny", "--layouts", "1x1x1", "2x2x1"]
+    options = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": None}
+    with distributed.LocalCluster(**options) as cluster:
+        for words, key in ((seeds, "clean_seeds"), (layouts, "verdicts")):
+            found = []
+            for more in ([], ["--on", f"dask:{cluster.scheduler_address}"]):
+                command = [sys.executable, "-m", "isobit", *words, "--json", "-q", *more]
+                done = subprocess.run(command, capture_output=True, text=True)
+                assert done.returncode == 0, done.stderr
+                found.append(json.loads(done.stdout)[key])
+            assert found[0] == found[1]
+
+
+@pytest.mark.full
+def test_layouts_on_ray_are_those_of_one_process(cluster, tmp_path):
+    found = []
+    for more in ([], ["--on", f"ray:{cluster.address}"]):
+        words = [sys.executable, "-m", "isobit", "gate", "training", "--workload", "tiny"]
+        words += ["--layouts", "1x1x1", "2x2x1", "--json", "-q", *more]
+        done = subprocess.run(words, env=clean_environment(), capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        record = json.loads(done.stdout)
+        found.append((record["verdicts"], [one["digest"] for one in record["outcomes"]]))
+    assert found[0] == found[1]
+
+
+@pytest.mark.full
 def test_a_killed_worker_loses_nothing(cluster, local, tmp_path):
     running = start_verify(cluster, tmp_path / "home")
     killed = wait_for_workers()[0]
@@ -290,6 +332,11 @@ def test_two_drivers_at_once(cluster, local, tmp_path):
     assert [one.wait(400) for one in both] == [0, 0]
     found = records_of(url)
     note("two drivers at once, their store", url, local)
+    words = [sys.executable, "-m", "isobit", "verify", *FEW, "--level", "L2", "-q", "--store", url]
+    third = [*words, "--evidence", str(tmp_path / "home2")]
+    done = subprocess.run(third, cwd=tmp_path, capture_output=True, text=True)
+    assert "0 judged now" in done.stdout
+    assert f"{len(local)} of {len(local)} claims" in done.stdout  # each counts once
     assert found.keys() == local.keys()
     assert all(one in local[key] for key, ones in found.items() for one in ones)
 
@@ -380,8 +427,9 @@ def test_evidence_in_s3_and_a_torn_object(bucket, local, tmp_path):
     assert "1 judged now" in done.stdout
     note("a torn object in S3", tmp_path / "four", local)
     assert records_of(tmp_path / "four") == local
-    assert push(store, tmp_path / "one") == 1  # whoever has it puts it right
+    assert push(store, tmp_path / "one" / "evidence") == 1  # whoever has it puts it right
     assert is_whole(torn, store.read(torn))
+    assert all(is_whole(name, store.read(name)) for name in store.names())
 
 
 @pytest.mark.full

@@ -100,6 +100,6 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         "--on",
         default="local",
         metavar="ENGINE",
-        help="where tasks run: local, ray (RAY_ADDRESS, or a cluster started here), ray:HOST:PORT or ray://HOST:PORT "
-        "(default: %(default)s)",
+        help="where tasks run: local, ray (RAY_ADDRESS, or a cluster started here), ray:HOST:PORT, ray://HOST:PORT or "
+        "dask:tcp://HOST:PORT (default: %(default)s)",
     )

@@ -1,4 +1,4 @@
-"""Where parallel work runs: processes of this machine, or a Ray cluster, behind Python's Executor interface.
+"""Where parallel work runs: processes of this machine, a cluster of Ray or of Dask, behind Python's Executor interface.
 
 [Note: engines]
 Work is a function and its arguments, submitted to a `concurrent.futures.Executor`. Results are written by the process
@@ -17,7 +17,7 @@ from typing import Any
 
 from isobit.errors import ArgumentError
 
-LOCAL, RAY = "local", "ray"
+LOCAL, RAY, DASK = "local", "ray", "dask:"
 RETRIES = 5  # of a task whose worker or node died
 
 
@@ -26,7 +26,8 @@ def open_engine(on: str = LOCAL, jobs: int = 1) -> Executor:
 
     Args:
         on: "local" for processes of this machine; "ray" for the cluster that RAY_ADDRESS names, or one that is started
-            here; "ray://host:port" for a cluster elsewhere; "ray:host:port" for one whose node this is.
+            here; "ray://host:port" for a cluster elsewhere; "ray:host:port" for one whose node this is;
+            "dask:tcp://host:port" for the scheduler of a Dask cluster.
         jobs: Number of local processes.
 
     Raises:
@@ -37,8 +38,10 @@ def open_engine(on: str = LOCAL, jobs: int = 1) -> Executor:
         return ProcessPoolExecutor(jobs, mp_context=get_context("spawn"))
     if on == RAY or on.startswith(("ray://", "ray:")):
         return RayExecutor("" if on == RAY else on if on.startswith("ray://") else on[4:])
+    if on.startswith(DASK):
+        return DaskExecutor(on.removeprefix(DASK))
     raise ArgumentError(
-        expected="--on local, --on ray, --on ray:HOST:PORT or --on ray://HOST:PORT",
+        expected="--on local, ray, ray:HOST:PORT, ray://HOST:PORT or dask:tcp://HOST:PORT",
         received=on,
         remedy='leave --on out for processes of this machine; pip install "isobit[ray]" for Ray',
     )
@@ -46,7 +49,7 @@ def open_engine(on: str = LOCAL, jobs: int = 1) -> Executor:
 
 def check_engine(on: str) -> None:
     """Raise for an engine that does not exist, before anything is run."""
-    if on != LOCAL and on != RAY and not on.startswith("ray:"):
+    if on != LOCAL and on != RAY and not on.startswith(("ray:", DASK)):
         open_engine(on)
 
 
@@ -85,6 +88,42 @@ class RayExecutor(Executor):
                 self.ray.cancel(ref, force=True)
         if self.started:
             self.ray.shutdown()
+
+
+class DaskExecutor(Executor):
+    """Tasks of a Dask cluster as futures; a task whose worker dies is run again."""
+
+    def __init__(self, address: str) -> None:
+        """Join a cluster."""
+        try:
+            from distributed import Client
+        except ImportError as error:
+            raise ArgumentError(
+                expected="the package distributed",
+                received=str(error),
+                remedy="pip install distributed, or leave --on out",
+            ) from error
+        try:
+            self.client: Any = Client(address)
+        except (OSError, ValueError) as error:
+            raise ArgumentError(
+                expected="the address of a Dask scheduler",
+                received=f"{address}: {str(error)[:200]}",
+                remedy="name it as the scheduler prints it: --on dask:tcp://HOST:8786",
+            ) from error
+        self.executor = self.client.get_executor(retries=RETRIES)
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Start a task, and return the future of its result."""
+        found: Future[Any] = self.executor.submit(
+            call_with_path, list(sys.path), os.getcwd(), fn, args, kwargs
+        )
+        return found
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Leave the cluster."""
+        self.executor.shutdown(wait=wait and not cancel_futures)
+        self.client.close()
 
 
 def call_with_path(

@@ -104,9 +104,9 @@ class History:
         # By name, what dumps record of its members. Most dumps share one object, which is looked at once.
         recorded: dict[str, dict[int, Ranks]] = {}
         for dump in self.dumps.values():
-            for name, ranks in dump.groups.items():
-                recorded.setdefault(name, {})[id(ranks)] = ranks
-        self._recorded = {name: tuple(found.values()) for name, found in recorded.items()}
+            for group, ranks in dump.groups.items():
+                recorded.setdefault(group, {})[id(ranks)] = ranks
+        self._recorded = {group: tuple(found.values()) for group, found in recorded.items()}
         named = (rank for found in self._recorded.values() for ranks in found for rank in ranks)
         self.world = Ranks(sorted({*dumps, *others, *named}))
         self.meetings: dict[tuple[GroupName, int], Meeting] = {}
