@@ -65,8 +65,7 @@ def adamw_(updates: Sequence[Update], factor: float = 1.0) -> None:
         *tensors, numbers = update
         weight, gradient, *moments = (t.detach() for t in tensors)
         if writes_in_place(weight, *moments):
-            given = weight, gradient, *moments, *numbers, factor
-            launch("adamw_", (weight.numel(),), *given)
+            launch("adamw_", (weight.numel(),), weight, gradient, *moments, *numbers, factor)
             mark_written(update.p, update.first, update.second)
             continue
         if factor != 1.0:

@@ -53,7 +53,9 @@ def exact_state_anywhere(tensors: Sequence[Tensor], squared: bool = False) -> Te
     on_device: dict[torch.device, list[Tensor]] = {}
     for tensor in on_gpu:
         check_tensors(WITH_GPU, tensor=tensor)
-        for part in tensor.detach().reshape(-1).split(portable.MOST_AT_ONCE):
+        values = tensor.detach().reshape(-1)
+        for at in range(0, max(len(values), 1), portable.MOST_AT_ONCE):
+            part = values[at : at + portable.MOST_AT_ONCE]
             found = launch("exact_state", (part.numel(),), part, squared)
             on_device.setdefault(part.device, []).append(found)
     for found in on_device.values():  # the host waits once for each GPU
