@@ -102,6 +102,12 @@ def executor_on_cpu(func):
     if name == "exact_state":
         return lambda tensor, squared: torch.ops.isobit.exact_state([tensor], squared)
     ours = torch.ops.isobit
+    if name == "scaled_":
+        return lambda x, factor: ours.scale_([x], factor)
+    if name == "adamw_":
+        return lambda p, grad, first, second, *numbers: ours.adamw_(
+            [p], [grad], [first], [second], numbers[:-1], numbers[-1]
+        )
     return getattr(ours, name) if hasattr(ours, name) else getattr(ours, f"portable_{name}")
 
 

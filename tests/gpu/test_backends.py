@@ -186,7 +186,7 @@ def test_compiled_code_follows_a_backend_that_is_chosen_later():
     assert [name for name, *_ in backend.launches] == ["silu"]
 
 
-WITHOUT_GRADIENT = ("linear_fp32", "adamw", "scaled", "exact_state")
+WITHOUT_GRADIENT = ("linear_fp32", "adamw", "adamw_", "scaled", "scaled_", "exact_state")
 
 
 def test_schemas_and_formulas_are_those_of_the_portable_executors():

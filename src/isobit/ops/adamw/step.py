@@ -7,6 +7,7 @@ portable executor returns new tensors, which are copied.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -64,7 +65,7 @@ def adamw_(updates: Sequence[Update], factor: float = 1.0) -> None:
             continue
         *tensors, numbers = update
         weight, gradient, *moments = (t.detach() for t in tensors)
-        if writes_in_place(weight, *moments):
+        if writes_in_place(weight, gradient, *moments):
             launch("adamw_", (weight.numel(),), weight, gradient, *moments, *numbers, factor)
             mark_written(update.p, update.first, update.second)
             continue
@@ -76,13 +77,11 @@ def adamw_(updates: Sequence[Update], factor: float = 1.0) -> None:
 
 
 def writes_in_place(*tensors: Tensor) -> bool:
-    """Return whether Triton kernels may write the results over tensors: contiguous ones that do not overlap."""
-    storages = {t.untyped_storage().data_ptr() for t in tensors}
-    return (
-        is_asked_for(tensors)
-        and all(t.is_contiguous() for t in tensors)
-        and len(storages) == len(tensors)
-    )
+    """Return whether Triton kernels may write the results over tensors: contiguous ones that share no memory."""
+    if not is_asked_for(tensors) or not all(t.is_contiguous() for t in tensors):
+        return False
+    places = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors if t.numel())
+    return all(end <= start for (_, end), (start, _) in pairwise(places))
 
 
 def mark_written(*tensors: Tensor) -> None:

@@ -116,7 +116,7 @@ def triton_adamw_(
 ) -> None:
     """Step contiguous tensors in place: four reads and three writes of memory."""
     numbers = (decay, keep_mean, add_mean, keep_square, add_square, spread, eps, rate, factor)
-    launch_step((p, grad.contiguous(), first, second), (p, first, second), numbers)
+    launch_step((p, grad, first, second), (p, first, second), numbers)
 
 
 @triton_operator("scaled")
