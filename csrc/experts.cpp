@@ -30,7 +30,8 @@ Tensor softmax_of(const Tensor& x) {
   return op.call(x);
 }
 
-// ---- routes --------------------------------------------------------------------------------------
+// ---- routes
+// --------------------------------------------------------------------------------------
 
 // Whether a comes before b by the largest value, NaN first; equal ones keep the order of their ids.
 ISOBIT_INLINE bool is_larger(float a, float b) { return a > b || (a != a && b == b); }
@@ -95,8 +96,9 @@ std::tuple<Tensor, Tensor> route_op(const Tensor& logits, const OptionalTensor& 
   const Tensor wide = scores;
   if (score == "softmax") scores = softmax_of(wide);
   const Tensor added = bias ? bias->to(at::kFloat).contiguous() : Tensor();
-  Tensor weights = empty_tensor({rows, k}, at::kFloat), experts = empty_tensor({rows, k}, at::kLong);
-  float* weight_data = weights.mutable_data_ptr<float>();    // [rows][k]
+  Tensor weights = empty_tensor({rows, k}, at::kFloat),
+         experts = empty_tensor({rows, k}, at::kLong);
+  float* weight_data = weights.mutable_data_ptr<float>();      // [rows][k]
   int64_t* expert_data = experts.mutable_data_ptr<int64_t>();  // [rows][k]
   FixedFpEnvironment fp_environment;
   if (score == "sigmoid") {
@@ -160,8 +162,9 @@ std::tuple<Tensor, Tensor, Tensor> plan_routes_op(const Tensor& experts, int64_t
   const Tensor held = experts.contiguous();
   const int64_t slots = held.size(1), all = held.numel();
   const int64_t* ids = held.const_data_ptr<int64_t>();  // [T][k]
-  Tensor rows = empty_tensor({count}, at::kLong).zero_(), places = empty_tensor(held.sizes(), at::kLong);
-  int64_t* counts = rows.mutable_data_ptr<int64_t>();  // [count]
+  Tensor rows = empty_tensor({count}, at::kLong).zero_(),
+         places = empty_tensor(held.sizes(), at::kLong);
+  int64_t* counts = rows.mutable_data_ptr<int64_t>();   // [count]
   int64_t* place = places.mutable_data_ptr<int64_t>();  // [T][k]
   for (int64_t i = 0; i < all; i++) {
     ISOBIT_CHECK(ids[i] >= 0 && ids[i] <= count, "route", c10::str("experts from 0 to ", count),
@@ -183,15 +186,16 @@ std::tuple<Tensor, Tensor, Tensor> plan_routes_op(const Tensor& experts, int64_t
   return {tokens, places, rows};
 }
 
-// ---- sums of a token's rows ----------------------------------------------------------------------
+// ---- sums of a token's rows
+// ----------------------------------------------------------------------
 
 struct Term {
   int64_t segment, place;
   float weight;
 };
 
-// out [n] = the sum of the terms' rows [n] times their weights: each segment from left to right from
-// +0, then the tree. A segment without terms is +0, and no sum is -0, so that it is left out.
+// out [n] = the sum of the terms' rows [n] times their weights: each segment from left to right
+// from +0, then the tree. A segment without terms is +0, and no sum is -0, so that it is left out.
 template <class T>
 ISOBIT_INLINE void sum_terms(const T* rows, int64_t n, const Term* terms, int64_t count,
                              int64_t segments, bool weighted, T* out) {
@@ -220,10 +224,10 @@ ISOBIT_INLINE void sum_terms(const T* rows, int64_t n, const Term* terms, int64_
   }
 }
 
-#define ISOBIT_SUM(T)                                                                       \
-  ISOBIT_CLONES void sum_token(const T* rows, int64_t n, const Term* terms, int64_t count,  \
-                               int64_t segments, bool weighted, T* out) {                   \
-    sum_terms(rows, n, terms, count, segments, weighted, out);                              \
+#define ISOBIT_SUM(T)                                                                      \
+  ISOBIT_CLONES void sum_token(const T* rows, int64_t n, const Term* terms, int64_t count, \
+                               int64_t segments, bool weighted, T* out) {                  \
+    sum_terms(rows, n, terms, count, segments, weighted, out);                             \
   }
 ISOBIT_SUM(float)
 ISOBIT_SUM(BFloat16)
@@ -236,7 +240,8 @@ Tensor combine(const Tensor& rows, const OptionalTensor& weights, const Tensor& 
                         experts.scalar_type() == at::kLong && places.scalar_type() == at::kLong;
   ISOBIT_CHECK(rows.dim() == 2 && is_table && count > 0, "combine",
                "rows [R, n], experts and places as int64 [T, k]",
-               c10::str(describe(rows), ", ", describe(experts), " and ", describe(places)), remedy);
+               c10::str(describe(rows), ", ", describe(experts), " and ", describe(places)),
+               remedy);
   ISOBIT_CHECK(!weights || weights->sizes() == experts.sizes(), "combine",
                c10::str("weights ", experts.sizes()), describe(*weights), remedy);
   const Tensor held = rows.contiguous(), ids = experts.contiguous(), at = places.contiguous();
@@ -267,8 +272,8 @@ Tensor combine(const Tensor& rows, const OptionalTensor& weights, const Tensor& 
           if (place[t * slots + slot] >= 0) order.emplace_back(id[t * slots + slot], slot);
         std::sort(order.begin(), order.end());
         for (const auto& [expert, slot] : order)
-          terms.push_back({expert / size, place[t * slots + slot],
-                           scale ? scale[t * slots + slot] : 1.0f});
+          terms.push_back(
+              {expert / size, place[t * slots + slot], scale ? scale[t * slots + slot] : 1.0f});
         sum_token(data, n, terms.data(), static_cast<int64_t>(terms.size()), segments,
                   scale != nullptr, result + t * n);
       }
@@ -293,9 +298,11 @@ Tensor dispatch_rows_backward_op(const Tensor& grad, const Tensor& experts, cons
   return combine(grad, {}, experts, places, count);
 }
 
-// ---- linear layers of all experts ----------------------------------------------------------------
+// ---- linear layers of all experts
+// ----------------------------------------------------------------
 
-// x [R, K], weight [E, N, K] or [E, K, N] if transposed, bias [E, N]; rows: the rows of each expert.
+// x [R, K], weight [E, N, K] or [E, K, N] if transposed, bias [E, N]; rows: the rows of each
+// expert.
 Tensor grouped_linear_op(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
                          at::IntArrayRef rows, bool transposed) {
   ISOBIT_CHECK(x.dim() == 2 && weight.dim() == 3 &&
@@ -316,7 +323,8 @@ Tensor grouped_linear_op(const Tensor& x, const Tensor& weight, const OptionalTe
     const Tensor own = weight.select(0, e);
     y.narrow(0, at, rows[e])
         .copy_(linear.call(x.narrow(0, at, rows[e]), transposed ? own.t().contiguous() : own,
-                           bias ? OptionalTensor(bias->select(0, e)) : OptionalTensor(), {}, {}, 0));
+                           bias ? OptionalTensor(bias->select(0, e)) : OptionalTensor(), {}, {},
+                           0));
   }
   ISOBIT_CHECK(at == x.size(0), "grouped_linear", c10::str(x.size(0), " rows of experts"), at,
                remedy);
@@ -331,7 +339,8 @@ TORCH_LIBRARY_FRAGMENT(isobit, m) {
       "float scale, int groups, int top_groups) -> (Tensor, Tensor)");
   m.def("plan_routes(Tensor experts, int count) -> (Tensor, Tensor, Tensor)");
   m.def(
-      "combine(Tensor rows, Tensor weights, Tensor experts, Tensor places, Tensor tokens, int count)"
+      "combine(Tensor rows, Tensor weights, Tensor experts, Tensor places, Tensor tokens, int "
+      "count)"
       " -> Tensor");
   m.def(
       "dispatch_rows(Tensor x, Tensor tokens, Tensor experts, Tensor places, int count) -> Tensor");
