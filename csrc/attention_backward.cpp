@@ -68,18 +68,18 @@ ISOBIT_INLINE void round_row(const float* sums, int64_t depth, T* out) {
 }
 
 // dot: grad · out, both [depth], in the order of a feature axis of that length.
-#define ISOBIT_ATTENTION_BACKWARD(T)                                                           \
-  ISOBIT_CLONES void weigh(const BlockPair<T> pair, const Scoring scoring) {                   \
-    weigh_block<false>(pair, scoring);                                                         \
-  }                                                                                            \
-  ISOBIT_CLONES void weigh_capped(const BlockPair<T> pair, const Scoring scoring) {            \
-    weigh_block<true>(pair, scoring);                                                          \
-  }                                                                                            \
-  ISOBIT_CLONES float dot(const Schedule& schedule, const T* grad, const T* out) {             \
-    return sum_row(schedule, ProductTerms<T>{grad, out});                                      \
-  }                                                                                            \
-  ISOBIT_CLONES void round_grads(const float* sums, int64_t depth, T* out) {                   \
-    round_row(sums, depth, out);                                                               \
+#define ISOBIT_ATTENTION_BACKWARD(T)                                                \
+  ISOBIT_CLONES void weigh(const BlockPair<T> pair, const Scoring scoring) {        \
+    weigh_block<false>(pair, scoring);                                              \
+  }                                                                                 \
+  ISOBIT_CLONES void weigh_capped(const BlockPair<T> pair, const Scoring scoring) { \
+    weigh_block<true>(pair, scoring);                                               \
+  }                                                                                 \
+  ISOBIT_CLONES float dot(const Schedule& schedule, const T* grad, const T* out) {  \
+    return sum_row(schedule, ProductTerms<T>{grad, out});                           \
+  }                                                                                 \
+  ISOBIT_CLONES void round_grads(const float* sums, int64_t depth, T* out) {        \
+    round_row(sums, depth, out);                                                    \
   }
 ISOBIT_ATTENTION_BACKWARD(float)
 ISOBIT_ATTENTION_BACKWARD(BFloat16)
@@ -274,13 +274,10 @@ void run_backward(const BackwardInputs<T>& in, const BackwardOutputs<T>& out, co
   });
 }
 
-std::tuple<Tensor, Tensor, Tensor> attention_backward_op(const Tensor& grad, const Tensor& q,
-                                                         const Tensor& k, const Tensor& v,
-                                                         const Tensor& out, const Tensor& lse,
-                                                         const Tensor& spans, const Tensor& blocks,
-                                                         const Tensor& lengths, double scale,
-                                                         bool causal, int64_t window,
-                                                         double softcap, int64_t chunk_size) {
+std::tuple<Tensor, Tensor, Tensor> attention_backward_op(
+    const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
+    const Tensor& lse, const Tensor& spans, const Tensor& blocks, const Tensor& lengths,
+    double scale, bool causal, int64_t window, double softcap, int64_t chunk_size) {
   check_engine();
   check_attention(q, k, v, spans, blocks, lengths);
   const at::ScalarType dtype = engine_dtype(q.scalar_type());

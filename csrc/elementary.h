@@ -41,8 +41,8 @@ constexpr float p0 = -3.33332819422e-1f, p1 = 1.33314422036e-1f, p2 = -5.3739715
                 p3 = 2.06390887954e-2f, p4 = -5.70498872745e-3f;
 }  // namespace hyperbolic
 
-// Sets t to tanh x: x + x³ p(x²) where |x| < 0.625, else 1 − 2e / (1 + e) with e = e^(−2|x|) and the
-// sign of x. A NaN stays NaN.
+// Sets t to tanh x: x + x³ p(x²) where |x| < 0.625, else 1 − 2e / (1 + e) with e = e^(−2|x|) and
+// the sign of x. A NaN stays NaN.
 ISOBIT_INLINE void tanh(const Floats& x, Floats& t) {
   using namespace hyperbolic;
   Floats size;
