@@ -81,6 +81,8 @@ def test_signatures():
     assert isobit.attention.__kwdefaults__ == {
         "scale": None,
         "window": None,
+        "softcap": None,
+        "chunk_size": None,
         "q_samples": None,
         "k_samples": None,
     }
