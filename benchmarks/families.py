@@ -191,7 +191,7 @@ def build(kind, dtype, head=MODEL_FOR_MASKED_LM_MAPPING_NAMES):
     `head` has the classes of encoders.
     """
     torch.manual_seed(1)
-    sizes = {**SIZES, **(TYPES.get(kind) or ENCODERS[kind])}
+    sizes = {**SIZES, **(TYPES[kind] if kind in TYPES else ENCODERS[kind])}
     names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if kind in TYPES else head
     model = getattr(transformers, names[kind])(CONFIG_MAPPING[kind](**sizes)).eval()
     for name, parameter in model.named_parameters():

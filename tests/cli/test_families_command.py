@@ -28,7 +28,7 @@ def test_a_table_for_readers(capsys):
 
 @pytest.mark.parametrize(
     ("kind", "missing"),
-    [("gemma2", "softcap"), ("granitemoe", "GraniteMoe"), ("gpt2", "GPT2LMHeadModel")],
+    [("granitemoe", "GraniteMoe"), ("gpt2", "GPT2LMHeadModel")],
 )
 def test_what_is_not_known_is_named(kind, missing, capsys):
     assert main(["families", kind]) == 1

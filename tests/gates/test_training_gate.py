@@ -303,7 +303,7 @@ def test_jobs_are_told_as_they_end(first, folder):
 
 def test_a_mixture_over_ranks_of_experts_and_of_context():
     layouts = (RankLayout(), RankLayout(2, 2, 1, experts=2, context=2))
-    found = judge(run_jobs(Job(layout, "moe", "bfloat16", stop=1) for layout in layouts))
+    found = judge(run_jobs([Job(layout, "moe", "bfloat16", stop=1) for layout in layouts]))
     assert (found.layouts, found.steps, found.kept) == (2, 1, True)
 
 

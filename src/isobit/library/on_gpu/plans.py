@@ -24,6 +24,14 @@ REFUSALS = (
 )
 PARTIAL = "partial sums have no Triton executor"
 PACKED = "packed weights have no Triton executor"
+CPU_ONLY = "soft caps, chunks and windows of both sides have no Triton kernels, and raise an error"
+MASKS_AND_CAPS = (
+    "capped-decode-is-prefill",
+    "chunked-decode-is-prefill",
+    "soft-cap",
+    "both-sides",
+    "chunks",
+)
 LONG = "samples of 4,100 keys take minutes in the interpreter; tests/gpu compares chunks of keys"
 FEWER = "it runs on fewer tokens"
 COSTLY = (
@@ -137,6 +145,7 @@ PLANS: dict[str, Plan] = {
             "unseen-chunks": LONG,
             "executors-agree-on-chunks": LONG,
             "no-gradient-through-a-cache": REFUSALS,
+            **dict.fromkeys(MASKS_AND_CAPS, CPU_ONLY),
         },
         sizes={
             **{name: {"rows": (TOKENS,), "heads": (1,)} for name in TWO_BLOCKS},
