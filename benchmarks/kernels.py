@@ -22,7 +22,7 @@ AMD = ("gfx942", "gfx950", "gfx1100")
 ROWS = (512, 64, 1)  # every form of a product and of attention
 # Constants that are sizes of a call, not of a tile; a kernel is shown at the first sizes that it is launched with.
 SIZES = {"N", "K", "WIDTH", "HEADS", "HALF", "KEY_HEADS", "GROUP", "DEPTH", "LEVELS", "CHUNK"}
-FLAGS = {"HAS_BIAS", "BIASED", "FINAL", "CAUSAL", "WINDOWED", "CENTRED", "TRANSPOSED", "INVERSE"}
+FLAGS = {"HAS_BIAS", "BIASED", "FINAL", "CAPPED", "CENTRED", "TRANSPOSED", "INVERSE"}
 
 
 def tile_of(launch):

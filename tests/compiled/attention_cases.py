@@ -25,6 +25,12 @@ def attend_heads(plan, given, padded, zero, how):
     return np.stack([head.attend() for head in heads], 1)
 
 
+def limits_of(keys, causal, window):
+    """Return how many keys before and after its own a query sees, and the size of its chunk: all, unless limited."""
+    before = window - 1 if window else keys
+    return {"BEFORE": before, "AFTER": 0 if causal else before, "SIZE": keys}
+
+
 def attention_case(
     dtype,
     queries,
@@ -53,18 +59,16 @@ def attention_case(
         "GROUP": group,
         "DEPTH": depth,
         "PADDED": 1 << (depth - 1).bit_length(),
-        "CAUSAL": causal,
-        "WINDOWED": window > 0,
         "CHUNK": chunk,
         "ROWS": tile,
         "TILES": math.ceil(queries * group / tile),
-        "WINDOW": window,
+        **limits_of(keys, causal, window),
         "spans": spans,
         "lengths": lengths,
     }
     grid = (constants["TILES"], key_heads)
     given = {"q": q, "k": k, "v": v, "blocks": blocks, "TABLE": len(blocks), "SCALE": scale}
-    given |= {"GUARD": False, **constants}
+    given |= {"GUARD": False, "CAP": 0.0, "CAPPED": False, **constants}
     count, scratch = math.ceil(keys / chunk), (lse,)
     if form == "fold":
         launches = (Launch(triton_forward.attention, grid, {**given, "y": y, "lse": lse}, {}),)
@@ -99,13 +103,13 @@ def layout_of_one_sample(count, group, depth, causal, window):
         "blocks": blocks,
         "lengths": torch.tensor([count]),
         "TABLE": len(blocks),
-        "WINDOW": window,
+        **limits_of(count, causal, window),
+        "CAP": 0.0,
+        "CAPPED": False,
         "KEY_HEADS": 1,
         "GROUP": group,
         "DEPTH": depth,
         "PADDED": depth,
-        "CAUSAL": causal,
-        "WINDOWED": window > 0,
     }
 
 

@@ -53,14 +53,19 @@ def cooked(array, dtype):
 class SamplePlan:
     """One sample: q [R, H, D], and k and v [T, H_kv, D] of all its keys."""
 
-    def __init__(self, q, k, v, *, target, causal=True, window=0, scale=None, chunk=None):
+    def __init__(
+        self, q, k, v, *, target, is_causal=True, window=0, softcap=0.0, chunk_size=0, chunk=None
+    ):
         self.dtype, self.group = q.dtype, q.shape[1] // k.shape[1]
         self.plan = Arithmetic(Values(), NAMES[q.dtype], ENGINE_OF_TARGET[target])
         self.q, self.k, self.v = raw(q), raw(k), raw(v)
-        rows, keys = len(q), len(k)
-        end = keys - rows + 1 + np.arange(rows) if causal else np.full(rows, keys)
-        self.seen = Seen(np.maximum(end - window, 0) if window else 0 * end, end)
-        self.scale = float(np.float32(q.shape[-1] ** -0.5 if scale is None else scale))
+        keys, position = len(k), len(k) - len(q) + np.arange(len(q))
+        end = np.minimum(position + (1 if is_causal else window or keys), keys)
+        begin = np.maximum(position + 1 - (window or keys), 0)
+        if chunk_size:
+            begin = np.maximum(begin, position // chunk_size * chunk_size)
+        self.seen, self.cap = Seen(begin, end), softcap
+        self.scale = float(np.float32(q.shape[-1] ** -0.5))
         self.chunk = chunk or ATTENTION_CHUNK
 
     def head(self, h):
@@ -73,6 +78,7 @@ class SamplePlan:
             self.seen,
             self.scale,
             self.chunk,
+            self.cap,
         )
 
     def forward(self):
@@ -104,6 +110,7 @@ class SamplePlan:
                     self.lse(h),
                     self.seen,
                     self.scale,
+                    self.cap,
                 )
                 dq.append(grads.result(grads.query_grads()))
                 key_sums, value_sums = grads.add_key_grads(key_sums, value_sums)

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from isobit.ops.attention import triton_backward, triton_forward
-from isobit.ops.gpu.elementary import exp_nonpositive
+from isobit.ops.gpu.elementary import exp_nonpositive, tanh
 from isobit.ops.gpu.sums import fresh_dot, merge_columns
 
 
@@ -61,12 +61,62 @@ def fused_exponential(x):
 
 
 @triton.jit
-def unscaled_last(scores, weight_grads, lse, dots, seen, SCALE):
+def unscaled_last(products, weight_grads, lse, dots, seen, SCALE, CAP, CAPPED: tl.constexpr):
     """The scale is multiplied into the difference first."""
-    weights = tl.where(seen, exp_nonpositive(scores * SCALE - lse), 0.0)
+    weights = tl.where(seen, exp_nonpositive(products * SCALE - lse), 0.0)
     return weights, tl.where(seen, weights * ((weight_grads - dots) * SCALE), 0.0)
 
 
+@triton.jit
+def cap_by_reciprocal(x, CAP):
+    """x times the reciprocal of the cap, which rounds twice, instead of the quotient."""
+    bent = tanh(x * tl.div_rn(1.0, CAP))
+    return bent * CAP, 1.0 - bent * bent
+
+
+@triton.jit
+def cap_with_factored_slope(x, CAP):
+    """The slope as a product of two factors instead of a difference."""
+    bent = tanh(tl.div_rn(x, CAP))
+    return bent * CAP, (1.0 - bent) * (1.0 + bent)
+
+
+@triton.jit
+def chunks_of_the_call(query, QUERIES, KEYS, mask):
+    """Chunks that begin where the queries of a call do, instead of at positions of the sample."""
+    BEFORE, AFTER, SIZE = mask
+    position = KEYS - QUERIES + query
+    first = KEYS - QUERIES + query // SIZE * SIZE
+    return tl.maximum(position - BEFORE, first), tl.minimum(position + 1 + AFTER, KEYS)
+
+
+@triton.jit
+def one_key_more(query, QUERIES, KEYS, mask):
+    """A window that counts the keys before a query's own."""
+    BEFORE, AFTER, SIZE = mask
+    position = KEYS - QUERIES + query
+    begin = tl.maximum(position - BEFORE - 1, position // SIZE * SIZE)
+    return begin, tl.minimum(position + 1 + AFTER, KEYS)
+
+
+@triton.jit
+def one_side(query, QUERIES, KEYS, mask):
+    """A window of both sides of which the later one is not seen."""
+    BEFORE, AFTER, SIZE = mask
+    position = KEYS - QUERIES + query
+    return tl.maximum(position - BEFORE, position // SIZE * SIZE), position + 1 + 0 * AFTER
+
+
+# what it changes -> (options of the call, module, name, replacement)
+BOTH_SIDES = {"is_causal": False, "window": 20}
+CHUNKED, CAPPED = {"is_causal": True, "chunk_size": 24}, {"is_causal": True, "softcap": 1.7}
+MASKS = {
+    "quotient of the cap": (CAPPED, triton_forward, "soft_cap", cap_by_reciprocal),
+    "slope of the cap": (CAPPED, triton_backward, "soft_cap", cap_with_factored_slope),
+    "chunks": (CHUNKED, triton_forward, "visible_keys", chunks_of_the_call),
+    "keys before": (BOTH_SIDES, triton_forward, "visible_keys", one_key_more),
+    "keys after": (BOTH_SIDES, triton_backward, "visible_keys", one_side),
+}
 # what it changes -> (module, name, replacement)
 FORWARD = {
     "lanes of the sum of weights": (triton_forward, "add_lanes", other_lanes),

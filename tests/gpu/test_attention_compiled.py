@@ -26,22 +26,23 @@ def small(monkeypatch):
     monkeypatch.setitem(tiles.TILES, ("gradient", None, None), tiles.HeadTile(16, 4, 2))
 
 
-def forward_of(q, k, v, target, window=0):
+def forward_of(q, k, v, target, **how):
     """y by the portable executor in fp32, else by the plan."""
     if q.dtype != torch.float32:
-        return SamplePlan(q, k, v, target=target, window=window, chunk=CHUNK).forward()
+        return SamplePlan(q, k, v, target=target, chunk=CHUNK, **how).forward()
     starts, spans = torch.arange(0, len(k), 64)[None], torch.tensor([[0, len(q)]])
-    mask = portable.Mask(q.shape[-1] ** -0.5, True, window)
+    mask = portable.Mask(q.shape[-1] ** -0.5, True, **{"window": 0, **how})
     return portable.attention(q, k, v, spans, starts, torch.tensor([len(k)]), mask)[0]
 
 
-def check_grads(q, k, v, grad, target):
+def check_grads(q, k, v, grad, target, **how):
+    how = {"is_causal": True, **how}
     with executing("machine", target=target):
-        found = with_grads(q, k, v, grad, is_causal=True)
+        found = with_grads(q, k, v, grad, **how)
     if q.dtype == torch.float32:
-        known = with_grads(q, k, v, grad, is_causal=True)
+        known = with_grads(q, k, v, grad, **how)
     else:
-        plan = SamplePlan(q, k, v, target=target)
+        plan = SamplePlan(q, k, v, target=target, **how)
         known = [plan.forward(), *plan.backward(grad)]
     assert same(found, known)
 
@@ -63,6 +64,18 @@ def test_split_keys(small, target, dtype):
     with executing("machine", target=target):
         found = isobit.attention(q, k, v, is_causal=True)
     assert bits.equal(found, forward_of(q, k, v, target))
+
+
+@pytest.mark.parametrize(("target", "dtype"), EVERY)
+def test_masks_and_caps(small, target, dtype):
+    """A soft cap with a window of both sides; and one with chunks that split keys are cut by."""
+    q, k, v = problem(9, 9, heads=1, dtype=dtype)
+    how = {"is_causal": False, "window": 4, "softcap": 1.7}
+    check_grads(q, k, v, draw(*q.shape, dtype=dtype, seed=9), target, **how)
+    q, k, v = problem(1, 150, dtype=dtype)
+    with executing("machine", target=target):
+        found = isobit.attention(q, k, v, is_causal=True, softcap=1.7, chunk_size=100)
+    assert bits.equal(found, forward_of(q, k, v, target, softcap=1.7, chunk_size=100))
 
 
 @pytest.mark.full
@@ -131,6 +144,24 @@ def test_a_wrong_backward_is_seen(monkeypatch, part):
     assert not same(found, known)
     for a, b in zip(found, known, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("part", planted_attention.MASKS)
+def test_a_wrong_mask_or_cap_is_seen(monkeypatch, part):
+    how, module, name, wrong = planted_attention.MASKS[part]
+    q, k, v = problem(70, 70, heads=1)
+    q, grad = (q[-30:], None) if part == "chunks" else (q, draw(*q.shape, seed=9))
+
+    def results():
+        if grad is None:  # a chunk of a prompt, which has no gradient
+            return [isobit.attention(q, k, v, **how)]
+        return with_grads(q, k, v, grad, **how)
+
+    known = results()
+    with executing("interpreter"):
+        assert same(results(), known)
+        monkeypatch.setattr(module, name, wrong)
+        assert not same(results(), known)
 
 
 def test_another_chunk_is_seen(small, monkeypatch):

@@ -26,11 +26,11 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(portable, "ATTENTION_CHUNK", 128)
 
 
-def by_portable(q, k, v, *, window=0, causal=True):
+def by_portable(q, k, v, *, window=0, **how):
     """y of one sample, without native kernels."""
     starts = torch.arange(0, len(k), 64)[None]
     spans, lengths = torch.tensor([[0, len(q)]]), torch.tensor([len(k)])
-    mask = portable.Mask(q.shape[-1] ** -0.5, causal, window)
+    mask = portable.Mask(q.shape[-1] ** -0.5, True, window, **how)
     return portable.attention(q, k, v, spans, starts, lengths, mask)[0]
 
 
@@ -82,6 +82,49 @@ def test_packed_samples_and_a_batch_are_each_sample_alone():
     assert bits.equal(packed, known)
 
 
+MASKS = (
+    {"is_causal": True, "softcap": 1.5},
+    {"is_causal": False, "window": 30},
+    {"is_causal": True, "chunk_size": 24},
+    {"is_causal": True, "softcap": 20.0, "window": 70, "chunk_size": 100},
+    {"is_causal": False, "softcap": 0.7, "window": 2**31 - 1},  # positions and it have 33 bits
+    {"is_causal": True, "window": 2**40, "chunk_size": 2**40},
+)
+
+
+@pytest.mark.parametrize("how", mostly_full(MASKS, MASKS[:4]), ids=str)
+def test_masks_and_caps_are_the_cpu(how):
+    q, k, v = problem(140, 140, heads=1)
+    grad = draw(*q.shape, seed=9)
+    with executing("interpreter"), record_launches() as launches:
+        found = with_grads(q, k, v, grad, **how)
+        piece = isobit.attention(q[-20:], k, v, **how)
+    assert {launch.executor for launch in launches} == {"triton"}
+    assert same(found, with_grads(q, k, v, grad, **how))
+    assert bits.equal(piece, found[0][-20:])
+
+
+@pytest.mark.parametrize("dtype", mostly_full(HALVES, HALVES[:1]))
+@pytest.mark.parametrize("how", mostly_full(MASKS[:4], MASKS[3:4]), ids=str)
+def test_masks_and_caps_in_16_bits_are_the_plan(dtype, how):
+    q, k, v = problem(80, 80, heads=1, dtype=dtype)
+    grad, how = draw(*q.shape, dtype=dtype, seed=9), {**how}
+    for name in {"window", "chunk_size"} & {*how}:
+        how[name] = how[name] // 2 + 1
+    plan = SamplePlan(q, k, v, target="sm_80", **how)
+    with executing("interpreter", target="sm_80"):
+        found = with_grads(q, k, v, grad, **how)
+    assert same(found, [plan.forward(), *plan.backward(grad)])
+
+
+def test_a_large_window_has_its_gradient():
+    """Limits are cut to the keys of the call: positions beyond 32 bits would leave keys without a gradient."""
+    q, k, v = problem(5, 5, heads=1)
+    with executing("interpreter"):
+        found = with_grads(q, k, v, q, is_causal=True, window=2**31 - 1)
+    assert same(found, with_grads(q, k, v, q, is_causal=True))
+
+
 SPECIAL = (torch.nan, torch.inf, -torch.inf, 2.0**-149, -(2.0**-140), 0.0, -0.0, 2.0**127)
 
 
@@ -92,11 +135,14 @@ def test_special_values_stay_with_the_queries_that_see_them(where):
     rows = {"q": q, "k": k, "v": v}[where]
     for i, value in enumerate(SPECIAL):
         rows[30 + i, 0, i] = rows[30 + i, 0, 8] = value
-    for how in ({"is_causal": True}, {"is_causal": True, "window": 5}, {"is_causal": False}):
+    capped = {"is_causal": False, "window": 5, "softcap": 1.5}
+    chunked = {"is_causal": True, "chunk_size": 7}
+    whole = ({"is_causal": True}, {"is_causal": True, "window": 5}, {"is_causal": False})
+    for how in (*whole, capped, chunked):
         with executing("interpreter"):
             found = isobit.attention(q, k, v, **how)
         assert bits.equal(found, isobit.attention(q, k, v, **how))
-        assert how["is_causal"] is not found[:30].isfinite().all() or where == "q"
+        assert found[:25].isfinite().all() == (where == "q" or how != {"is_causal": False})
 
 
 def test_special_values_in_16_bits_stay_with_the_queries_that_see_them():
@@ -125,20 +171,24 @@ def test_scores_that_are_all_minus_infinity_give_zero():
 
 
 # ---- decode -------------------------------------------------------------------------------------
-@pytest.mark.parametrize("window", [0, 100, 200])
-def test_split_keys_are_one_fold_and_a_prefill(small_chunks, monkeypatch, window):
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"window": 100}, {"window": 200}, {"chunk_size": 150, "softcap": 1.5}],
+    ids=str,
+)
+def test_split_keys_are_one_fold_and_a_prefill(small_chunks, monkeypatch, how):
     q, k, v = problem(6, 300)
-    how = {"is_causal": True, "window": window or None}
+    given = {"is_causal": True, **how}
     launched = []
     real = executor.run
     monkeypatch.setattr(executor, "run", lambda *a, **o: (launched.append(a[0]), real(*a, **o)))
     with executing("interpreter"):
-        split = isobit.attention(q, k, v, **how)
+        split = isobit.attention(q, k, v, **given)
         assert launched == [executor.attention_chunks, executor.merge_chunks]
         monkeypatch.setattr(executor, "FEW_ROWS", 0)
-        whole = isobit.attention(q, k, v, **how)
+        whole = isobit.attention(q, k, v, **given)
     assert launched[2:] == [executor.attention]
-    assert bits.equal(split, by_portable(q, k, v, window=window))
+    assert bits.equal(split, by_portable(q, k, v, **how))
     assert bits.equal(split, whole)
 
 
@@ -151,21 +201,22 @@ def test_split_keys_in_16_bits(small_chunks, dtype):
 
 
 @pytest.mark.parametrize("dtype", mostly_full(DTYPES, DTYPES[:2]))
-def test_a_cache_decodes_the_bits_of_a_prefill(small_chunks, dtype):
+@pytest.mark.parametrize("how", [{}, {"softcap": 1.5, "chunk_size": 70}], ids=str)
+def test_a_cache_decodes_the_bits_of_a_prefill(small_chunks, dtype, how):
     q, k, v = problem(200, 200, dtype=dtype)
     cache = isobit.KVCache(1, 16, dtype, pages=1)
     other, sequence = cache.start(), cache.start()
     with executing("interpreter"), torch.no_grad():
-        whole = isobit.attention(q, k, v, is_causal=True)
+        whole = isobit.attention(q, k, v, is_causal=True, **how)
         done = 0
         for keys in (64, 129, 200):
             cache.append(other, k[:40], v[:40])  # pages of the two sequences alternate
             cache.append(sequence, k[done:keys], v[done:keys])
             done = keys
-            one = cache.attend(q[keys - 1 : keys], [sequence])
+            one = cache.attend(q[keys - 1 : keys], [sequence], **how)
             assert bits.equal(one, whole[keys - 1 : keys])
         both = torch.cat([q[118:120], q[195:]])
-        paged = cache.attend(both, [other, sequence], [2, 5])
+        paged = cache.attend(both, [other, sequence], [2, 5], **how)
         assert bits.equal(paged[2:], whole[195:])
 
 

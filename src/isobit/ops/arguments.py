@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -157,8 +156,8 @@ def autocast_device(tensors: tuple[torch.Tensor | None, ...]) -> str | None:
 
 
 def check_softcap(softcap: float | None) -> None:
-    """Raise unless a soft cap is positive and finite, or there is none."""
-    if softcap is not None and not (math.isfinite(softcap) and softcap > 0):
+    """Raise unless a soft cap is positive and finite in fp32, or there is none."""
+    if softcap is not None and not 2.0**-126 <= softcap < 2.0**127:
         raise ArgumentError(
             expected="a soft cap that is positive and finite",
             received=f"softcap={softcap}",

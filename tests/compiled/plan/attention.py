@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from isobit.certifying.names.names import Array
+from isobit.ops.portable.elementary import soft_cap
 from isobit.order.plan import ATTENTION_BLOCK, ATTENTION_CHUNK, Leaf
 from tests.compiled.plan.operators import Arithmetic, exp_nonpositive, largest, striped
 
@@ -42,6 +44,12 @@ class Seen:
         return np.asarray((first < self.end) & (first + count > self.begin))
 
 
+def capped(scores: Array, cap: float) -> tuple[Array, Array]:
+    """Return scores with a soft cap, and its slope; of values alone, names have no tanh."""
+    bent, slope = soft_cap(torch.from_numpy(scores), cap)
+    return bent.numpy(), slope.numpy()
+
+
 @dataclass(frozen=True)
 class Head:
     """The queries of one head, q [R, D], against the keys and values of their sample, k and v [T, D].
@@ -51,6 +59,7 @@ class Head:
         seen: The keys that each query sees.
         scale: What scores are multiplied by.
         chunk: Keys per chunk; another number than that of the order is for tests.
+        cap: The soft cap of scores; 0 means none.
     """
 
     plan: Arithmetic
@@ -60,6 +69,7 @@ class Head:
     seen: Seen
     scale: float
     chunk: int = ATTENTION_CHUNK
+    cap: float = 0.0
 
     def empty(self) -> State:
         """Return the state of no keys."""
@@ -82,6 +92,8 @@ class Head:
         """Return the state with the block of keys from `first` on; unchanged where none of them is seen."""
         plan, on = self.plan, self.plan.on
         scores = on.mul(plan.run(self.q, self.block_of(self.k, first)), on.constant(self.scale))
+        if self.cap:
+            scores, _ = capped(scores, self.cap)
         seen = self.seen.keys(first, ATTENTION_BLOCK)
         scores = np.where(seen, scores, on.constant(-np.inf))
         most = largest(plan, scores, state.most)

@@ -12,7 +12,7 @@ import numpy as np
 
 from isobit.certifying.names.names import Array
 from isobit.order.plan import ATTENTION_BLOCK
-from tests.compiled.plan.attention import Seen
+from tests.compiled.plan.attention import Seen, capped
 from tests.compiled.plan.operators import Arithmetic, exp_nonpositive, sum_last
 
 
@@ -24,6 +24,7 @@ class HeadGrads:
         plan: The domain and the arithmetic of products.
         seen: The keys that each query sees.
         scale: What scores are multiplied by.
+        cap: The soft cap of scores; 0 means none.
     """
 
     plan: Arithmetic
@@ -35,6 +36,7 @@ class HeadGrads:
     lse: Array
     seen: Seen
     scale: float
+    cap: float = 0.0
 
     @property
     def blocks(self) -> Iterator[slice]:
@@ -53,13 +55,19 @@ class HeadGrads:
         plan, on = self.plan, self.plan.on
         scale, zero = on.constant(self.scale), on.constant(0.0)
         scores = on.mul(plan.run(self.q[queries], self.k[keys]), scale)
+        slope = None
+        if self.cap:
+            scores, slope = capped(scores, self.cap)
         seen = self.seen.keys(keys.start, keys.stop - keys.start)[queries]
         weights = exp_nonpositive(on, on.sub(scores, self.lse[queries, None]))
         weights = np.where(seen, weights, zero)
         products = on.mul(plan.widen(self.grad[queries]), plan.widen(self.y[queries]))
         dots = sum_last(plan, products)
         centred = on.sub(plan.run(self.grad[queries], self.v[keys]), dots)
-        spread = np.where(seen, on.mul(on.mul(weights, centred), scale), zero)
+        spread = on.mul(weights, centred)
+        if slope is not None:
+            spread = on.mul(spread, slope)
+        spread = np.where(seen, on.mul(spread, scale), zero)
         return plan.narrow(weights), plan.narrow(spread)
 
     def pad(self, factors: Array) -> Array:

@@ -7,6 +7,8 @@ from contextlib import ExitStack
 from importlib import import_module
 from typing import Any
 
+import torch
+
 from isobit.contracts.judge.recipes import Case
 from isobit.contracts.judge.tally import Tally
 from isobit.library.placements import placements
@@ -67,4 +69,14 @@ logprob_samples = fewer(
     "logprob.claims", "samples", SAMPLE_LENGTHS=FEW, placements=close_placements
 )
 attention_decode = fewer("attention.claims", "decode_is_prefill", DECODED=4, CHUNKS=(64,))
+
+
+def attention_masks(subject: Any, case: Case, tally: Tally) -> None:
+    """Compare with the portable executor in fp32, and with stock's attention in fp64."""
+    claims = import_module("isobit.library.attention.claims")
+    (claims.masks_and_caps if case.dtype == torch.float32 else claims.near_stock)(
+        subject, case, tally
+    )
+
+
 attention_samples = fewer("attention.claims", "samples_are_alone", LENGTHS=(3, 66), WIDTH=70)

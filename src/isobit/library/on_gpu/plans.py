@@ -24,14 +24,6 @@ REFUSALS = (
 )
 PARTIAL = "partial sums have no Triton executor"
 PACKED = "packed weights have no Triton executor"
-CPU_ONLY = "soft caps, chunks and windows of both sides have no Triton kernels, and raise an error"
-MASKS_AND_CAPS = (
-    "capped-decode-is-prefill",
-    "chunked-decode-is-prefill",
-    "soft-cap",
-    "both-sides",
-    "chunks",
-)
 LONG = "samples of 4,100 keys take minutes in the interpreter; tests/gpu compares chunks of keys"
 FEWER = "it runs on fewer tokens"
 COSTLY = (
@@ -43,7 +35,11 @@ ROTATED = ("wide_heads", "gradients", "heads_apart", "normal32", "normal16")
 # Inputs of attention that fill a block of 64 keys and a quarter of another: 16 rows are one tile, and an order of
 # blocks shows only where the second block adds several keys.
 TOKENS = 80
-TWO_BLOCKS = ("tokens", "typed", "windowed", "windowed_narrow", "narrow_types", "single")
+TWO_BLOCKS = (
+    *("tokens", "typed", "windowed", "windowed_narrow", "narrow_types", "single"),
+    *("capped", "chunked", "both_sides"),
+)
+NO_TENSOR_CORE = "in 16 bits it is near stock's in fp64: the portable executor has no tensor core"
 ANY = "what it asks of any kernel, the operator's own contract asks too"
 ANY_KERNELS = (
     "attention",
@@ -145,7 +141,6 @@ PLANS: dict[str, Plan] = {
             "unseen-chunks": LONG,
             "executors-agree-on-chunks": LONG,
             "no-gradient-through-a-cache": REFUSALS,
-            **dict.fromkeys(MASKS_AND_CAPS, CPU_ONLY),
         },
         sizes={
             **{name: {"rows": (TOKENS,), "heads": (1,)} for name in TWO_BLOCKS},
@@ -157,7 +152,13 @@ PLANS: dict[str, Plan] = {
         dtypes={"batches": ("bfloat16",), "few": ("float32",)},
         tried_first=("tokens",),  # in `edge` one key has nearly all weight: no order shows
         predicates={
-            "decode-is-prefill": (f"{OWN}attention_decode", FEWER),
+            **dict.fromkeys(
+                ("decode-is-prefill", "capped-decode-is-prefill", "chunked-decode-is-prefill"),
+                (f"{OWN}attention_decode", FEWER),
+            ),
+            **dict.fromkeys(
+                ("soft-cap", "both-sides", "chunks"), (f"{OWN}attention_masks", NO_TENSOR_CORE)
+            ),
             "samples": (f"{OWN}attention_samples", FEWER),
         },
     ),

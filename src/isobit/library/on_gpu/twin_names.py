@@ -193,8 +193,8 @@ AROUND: frozenset[str] = frozenset(
         "linear.planted": "axes_swapped axes_swapped_where_square leaf_at_padding sizes_exchanged split_by_rows "
         "tail_reordered",
         "linear_group.claims": "apart blunt by_rows turned ungrouped without_bias without_samples",
-        "attention.planted": "a_hair_less bf16_gradients padding_counted window_off_by_one without_the_last "
-        "zero_times_infinity",
+        "attention.planted": "a_hair_less bf16_gradients chunks_as_windows chunks_from_the_call one_sided "
+        "padding_counted slope_forgotten window_off_by_one without_the_cap without_the_last zero_times_infinity",
         "gqa.claims": "first_group_for_all heads_descending keys_repeated last_head_counts",
         "cross_entropy.claims": "blunt mean_of_means padding_in_the_mean summed_in_order summed_plainly",
     }.items()

@@ -31,12 +31,12 @@ linear_bf16_segments = layer_with(source(PRODUCTS, (END.format(""), END.format(N
 
 # ---- attention -------------------------------------------------------------------------------------------
 
-SEES = "end = tl.minimum(KEYS - QUERIES + query + 1, KEYS)"
+SEES = "end = tl.minimum(position + 1 + AFTER, KEYS)"
 FACTOR = "factor = exp_nonpositive(most - base)"
 FOLD = "for first in range(start, stop, BLOCK):"
 STATE = "output = tl.where(folds, output * factor + added, output)"
 attention_sees_the_next = twin(
-    attention, source(FORWARD, (SEES, "end = tl.minimum(KEYS - QUERIES + query + 2, KEYS)"))
+    attention, source(FORWARD, (SEES, "end = tl.minimum(position + 2 + AFTER, KEYS)"))
 )
 NEW = "new = tl.maximum(most, tl.max(scores, 1)[:, None])"
 # Each block has its own maximum, and what was added before is not rescaled to it.

@@ -44,10 +44,9 @@ def attention(
         scale: Factor of the scores; by default 1 / sqrt(D).
         window: How many keys up to its own a query sees; without is_causal, it also sees as many from its own on, so
             that keys nearer than `window` positions are seen. By default all.
-        softcap: Scores become softcap · tanh(score / softcap), after the scale; by default they are not capped. On the
-            CPU.
+        softcap: Scores become softcap · tanh(score / softcap), after the scale; by default they are not capped.
         chunk_size: With is_causal, a query sees only keys of its own chunk of so many positions of the sample, as in
-            Llama 4; by default all. On the CPU.
+            Llama 4; by default all.
         q_samples: The rows of each sample of q, as `Samples` or cumulative lengths (`cu_seqlens`). By default each
             batch entry is a sample. Rows outside every sample are padding and give 0.
         k_samples: The same for k and v; a sample has at least as many keys as queries.

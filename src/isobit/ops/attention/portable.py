@@ -262,17 +262,15 @@ def difference(dtype: torch.dtype, call: Call = call_native) -> str | None:
         torch.tensor([[0, 64]]),
         torch.tensor([KEYS]),
     )
-    y, lse = call("attention", q, k, v, spans, blocks, lengths, 0.25, True, 0)
-    mask = Mask(0.25, True, 0)
-    found = call("attention_backward", grad, q, k, v, y, lse, spans, blocks, lengths, 0.25, True, 0)
-    known = attention_backward(Saved(grad, q, k, v, y, lse), spans, mask)
-    pairs = [
-        (y, attention(q, k, v, spans, blocks, lengths, mask)[0]),
-        *zip(found, known, strict=True),
-    ]
-    for name, (left, right) in zip(("outputs", "dq", "dk", "dv"), pairs, strict=True):
-        if not bits.equal(left, right):
-            return f"attention's {name}"
+    where = spans, blocks, lengths
+    for mask in (Mask(0.25, True, 0), Mask(0.25, False, 40, 1.7), Mask(0.25, True, 0, 0.0, 24)):
+        y, lse = call("attention", q, k, v, *where, *mask.options)
+        found = call("attention_backward", grad, q, k, v, y, lse, *where, *mask.options)
+        known = attention_backward(Saved(grad, q, k, v, y, lse), spans, mask)
+        pairs = [(y, attention(q, k, v, *where, mask)[0]), *zip(found, known, strict=True)]
+        for name, (left, right) in zip(("outputs", "dq", "dk", "dv"), pairs, strict=True):
+            if not bits.equal(left, right):
+                return f"attention's {name}, {mask}"
     return difference_across_chunks(generator, call)
 
 

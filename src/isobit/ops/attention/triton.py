@@ -15,6 +15,7 @@ import triton
 from torch import Tensor
 
 from isobit.errors import UnsupportedError
+from isobit.ops.attention.portable import Mask
 from isobit.ops.attention.tiles import tile_of
 from isobit.ops.attention.triton_backward import (
     differentiate_keys,
@@ -42,6 +43,8 @@ class Call:
         spans, blocks, lengths: See triton_blocks.py; contiguous.
         longest: The most queries of a sample.
         constants: The constants that all kernels of rows have.
+        mask: Which keys a query sees, and the scale and the soft cap of the scores.
+        limits: BEFORE, AFTER and SIZE of the mask; see triton_forward.py.
     """
 
     spans: Tensor
@@ -49,6 +52,8 @@ class Call:
     lengths: Tensor
     longest: int
     constants: dict[str, Any]
+    mask: Mask
+    limits: tuple[int, int, int]
 
     @staticmethod
     def of(
@@ -57,8 +62,7 @@ class Call:
         spans: Tensor,
         blocks: Tensor,
         lengths: Tensor,
-        causal: bool,
-        window: int,
+        mask: Mask,
     ) -> Call:
         """Describe a call of q [..., H, D] and k [..., H_kv, D]."""
         depth, key_heads = q.shape[-1], k.shape[-2]
@@ -67,12 +71,15 @@ class Call:
             "GROUP": q.shape[-2] // key_heads,
             "DEPTH": depth,
             "PADDED": triton.next_power_of_2(depth),
-            "CAUSAL": causal,
-            "WINDOWED": window > 0,
+            "CAPPED": mask.softcap > 0,
         }
         longest = max(spans[:, 1].tolist(), default=0) if q.numel() else 0
         spans, blocks, lengths = spans.contiguous(), blocks.contiguous(), lengths.contiguous()
-        return Call(spans, blocks, lengths, longest, constants)
+        # No limit is larger than the table, so that sums of positions fit in 32 bits.
+        keys = blocks.shape[1] * ATTENTION_BLOCK
+        before = min(mask.window - 1, keys) if mask.window else keys
+        limits = before, 0 if mask.causal else before, min(mask.chunk_size or keys, keys)
+        return Call(spans, blocks, lengths, longest, constants, mask, limits)
 
     def tile(self, use: str, x: Tensor) -> dict[str, int]:
         """Return the tile of a use, for x, as constants and options of a kernel."""
@@ -90,6 +97,17 @@ class Call:
             )
 
     @property
+    def scoring(self) -> tuple[float, float]:
+        """SCALE and CAP."""
+        return self.mask.scale, self.mask.softcap
+
+    @property
+    def hides(self) -> bool:
+        """Whether a query hides a key of a block that it sees: one before a window or chunk, or after itself."""
+        mask = self.mask
+        return bool(mask.window or mask.chunk_size or (mask.causal and self.longest > 1))
+
+    @property
     def samples(self) -> int:
         return len(self.spans)
 
@@ -97,22 +115,6 @@ class Call:
     def table(self) -> int:
         """Blocks of the longest sample."""
         return self.blocks.shape[1]
-
-
-def check_mask(causal: bool, window: int, softcap: float, chunk_size: int) -> None:
-    """Raise for what the kernels do not compute."""
-    names = {
-        f"softcap={softcap}": softcap,
-        f"chunk_size={chunk_size}": chunk_size,
-        f"window={window} with is_causal=False": window and not causal,
-    }
-    for name, given in names.items():
-        if given:
-            raise UnsupportedError(
-                expected="attention on a GPU with a causal mask, a causal window, or none",
-                received=name,
-                remedy="call isobit.attention with tensors on the CPU, which computes it",
-            )
 
 
 @triton_operator("attention")
@@ -129,12 +131,12 @@ def triton_attention(
     softcap: float = 0.0,
     chunk_size: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    check_mask(causal, window, softcap, chunk_size)
     y = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.full(q.shape[:-1], torch.inf, dtype=torch.float32, device=q.device)
-    call = Call.of(q, k, spans, blocks, lengths, causal, window)
+    mask = Mask(scale, causal, window, softcap, chunk_size)
+    call = Call.of(q, k, spans, blocks, lengths, mask)
     if call.longest:
-        forward(call, (q.contiguous(), k.contiguous(), v.contiguous()), y, lse, scale, window)
+        forward(call, (q.contiguous(), k.contiguous(), v.contiguous()), y, lse)
     return y, lse
 
 
@@ -143,22 +145,18 @@ def forward(
     inputs: tuple[Tensor, Tensor, Tensor],
     y: Tensor,
     lse: Tensor,
-    scale: float,
-    window: int,
 ) -> None:
     """Compute y and lse of contiguous q, k and v, in the form that suits the number of queries."""
     rows = call.longest * call.constants["GROUP"]
     few = rows <= FEW_ROWS
     tile = call.tile("few queries" if few else "many queries", y)
     how = {**call.constants, **tile, "CHUNK": CHUNK}
-    # Only a query that is not the last key, or has a window, hides a key of a block that it sees.
-    guard = how["CAUSAL"] and (call.longest > 1 or window > 0)
     tiles = triton.cdiv(rows, how["ROWS"])
     grid = (tiles * call.samples, how["KEY_HEADS"])
-    where = (call.spans, call.blocks, call.lengths, tiles, call.table, window)
+    where = (call.spans, call.blocks, call.lengths, tiles, call.table, *call.limits)
     chunks = triton.cdiv(call.table * ATTENTION_BLOCK, CHUNK)
     if not few or chunks == 1:
-        run(attention, grid, *inputs, y, lse, *where, scale, GUARD=guard, **how)
+        run(attention, grid, *inputs, y, lse, *where, *call.scoring, GUARD=call.hides, **how)
         return
     heads = lse.numel()
     sizes = ((chunks, heads), (chunks, heads), (chunks, heads, y.shape[-1]))
@@ -170,11 +168,12 @@ def forward(
         *states,
         *where,
         heads,
-        scale,
-        GUARD=guard,
+        *call.scoring,
+        GUARD=call.hides,
         **how,
     )
-    merged = (y, lse, call.spans, call.lengths, tiles, window, heads)
+    merged = (y, lse, call.spans, call.lengths, tiles, *call.limits, heads)
+    del how["CAPPED"]
     run(merge_chunks, grid, *states, *merged, **how)
 
 
@@ -195,9 +194,9 @@ def triton_attention_backward(
     softcap: float = 0.0,
     chunk_size: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    check_mask(causal, window, softcap, chunk_size)
     dq, dk, dv = (torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
-    call = Call.of(q, k, spans, blocks, lengths, causal, window)
+    mask = Mask(scale, causal, window, softcap, chunk_size)
+    call = Call.of(q, k, spans, blocks, lengths, mask)
     if not call.longest:
         return dq, dk, dv
     call.check_gradient(q)
@@ -208,7 +207,7 @@ def triton_attention_backward(
     inputs = (grad, q.contiguous(), k.contiguous(), v.contiguous(), lse, dots)
     how = {**call.constants, **call.tile("gradient", q)}
     tiles = triton.cdiv(call.longest, how["ROWS"])
-    where = (call.spans, call.blocks, call.lengths, tiles, call.table, window, scale)
+    where = (call.spans, call.blocks, call.lengths, tiles, call.table, *call.limits, *call.scoring)
     programs = tiles * call.samples
     run(differentiate_queries, (programs, q.shape[-2]), *inputs, dq, *where, **how)
     run(differentiate_keys, (programs, k.shape[-2]), *inputs, dk, dv, *where, **how)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from isobit.ops.attention.triton_forward import BLOCK, load_heads, load_sample, visible_keys
-from isobit.ops.gpu.elementary import exp_nonpositive, round_once
+from isobit.ops.gpu.elementary import exp_nonpositive, round_once, soft_cap
 from isobit.ops.gpu.sums import fresh_dot, merge_columns
 
 
@@ -38,20 +38,27 @@ def dot_heads(
 
 @triton.jit
 def differentiate_scores(
-    scores: tl.tensor,
+    products: tl.tensor,
     weight_grads: tl.tensor,
     lse: tl.tensor,
     dots: tl.tensor,
     seen: tl.tensor,
     SCALE: tl.tensor,
+    CAP: tl.tensor,
+    CAPPED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return the weights exp(score · SCALE − lse) and weight · (weight_grad − dot) · SCALE; +0 where not seen."""
-    weights = exp_nonpositive(tl.where(seen, scores * SCALE - lse, -float("inf")))
-    spread = (weights * (weight_grads - dots)) * SCALE
-    return weights, tl.where(seen, spread, 0.0)
+    """Return the weights exp(score − lse) and weight · (weight_grad − dot) · slope · SCALE; +0 where not seen."""
+    scores = products * SCALE
+    if CAPPED:
+        scores, slope = soft_cap(scores, CAP)
+    weights = exp_nonpositive(tl.where(seen, scores - lse, -float("inf")))
+    spread = weights * (weight_grads - dots)
+    if CAPPED:
+        spread = spread * slope
+    return weights, tl.where(seen, spread * SCALE, 0.0)
 
 
-@triton.jit(do_not_specialize=["TILES", "TABLE", "WINDOW"])
+@triton.jit(do_not_specialize=["TILES", "TABLE", "BEFORE", "AFTER", "SIZE"])
 def differentiate_queries(
     grad: tl.tensor,
     q: tl.tensor,
@@ -65,30 +72,33 @@ def differentiate_queries(
     lengths: tl.tensor,
     TILES: tl.tensor,
     TABLE: tl.tensor,
-    WINDOW: tl.tensor,
+    BEFORE: tl.tensor,
+    AFTER: tl.tensor,
+    SIZE: tl.tensor,
     SCALE: tl.tensor,
+    CAP: tl.tensor,
     KEY_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DEPTH: tl.constexpr,
     PADDED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
     """Compute dq of ROWS queries of one query head, program_id(1)."""
     sample, tile, head = tl.program_id(0) // TILES, tl.program_id(0) % TILES, tl.program_id(1)
     row0, COUNT, _ = load_sample(spans, lengths, sample)
+    mask = (BEFORE, AFTER, SIZE)
     query = tile * ROWS + tl.arange(0, ROWS)
     place, inside = (row0 + query) * (KEY_HEADS * GROUP) + head, query < COUNT
     queries = load_heads(q, place, inside, DEPTH, PADDED)
     grads = load_heads(grad, place, inside, DEPTH, PADDED)
     sums = tl.load(lse + place, mask=inside, other=float("inf"))[:, None]
     products = tl.load(dots + place, mask=inside, other=0.0)[:, None]
-    begin, end = visible_keys(query[:, None], COUNT, COUNT, WINDOW, CAUSAL, WINDOWED)
+    begin, end = visible_keys(query[:, None], COUNT, COUNT, mask)
     own = tile * ROWS // BLOCK * BLOCK  # the first query of this block
-    start, _ = visible_keys(own, COUNT, COUNT, WINDOW, CAUSAL, WINDOWED)
+    start, _ = visible_keys(own, COUNT, COUNT, mask)
     last = tl.minimum(own + BLOCK, COUNT) - 1
-    _, stop = visible_keys(last, COUNT, COUNT, WINDOW, CAUSAL, WINDOWED)
+    _, stop = visible_keys(last, COUNT, COUNT, mask)
     total = tl.zeros((ROWS, PADDED), tl.float32)
     for first in range(start // BLOCK * BLOCK, tl.where(own < COUNT, stop, 0), BLOCK):
         key = first + tl.arange(0, BLOCK)
@@ -104,6 +114,8 @@ def differentiate_queries(
             products,
             seen,
             SCALE,
+            CAP,
+            CAPPED,
         )
         total = total + fresh_dot(score_grads.to(keys.dtype), keys)
     depth = tl.arange(0, PADDED)[None, :]
@@ -112,7 +124,7 @@ def differentiate_queries(
     tl.store(dq + place[:, None] * DEPTH + depth, result, mask=known)
 
 
-@triton.jit(do_not_specialize=["TILES", "TABLE", "WINDOW"])
+@triton.jit(do_not_specialize=["TILES", "TABLE", "BEFORE", "AFTER", "SIZE"])
 def differentiate_keys(
     grad: tl.tensor,
     q: tl.tensor,
@@ -127,19 +139,22 @@ def differentiate_keys(
     lengths: tl.tensor,
     TILES: tl.tensor,
     TABLE: tl.tensor,
-    WINDOW: tl.tensor,
+    BEFORE: tl.tensor,
+    AFTER: tl.tensor,
+    SIZE: tl.tensor,
     SCALE: tl.tensor,
+    CAP: tl.tensor,
     KEY_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DEPTH: tl.constexpr,
     PADDED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
     """Compute dk and dv of ROWS keys of one key head, program_id(1)."""
     sample, tile, head = tl.program_id(0) // TILES, tl.program_id(0) % TILES, tl.program_id(1)
     row0, COUNT, _ = load_sample(spans, lengths, sample)
+    mask = (BEFORE, AFTER, SIZE)
     key = tile * ROWS + tl.arange(0, ROWS)
     own = tile * ROWS // BLOCK * BLOCK  # the first key of this block
     place = tl.load(blocks + sample.to(tl.int64) * TABLE + own // BLOCK, mask=own < COUNT, other=0)
@@ -147,12 +162,9 @@ def differentiate_keys(
     keys = load_heads(k, place, key < COUNT, DEPTH, PADDED)
     values = load_heads(v, place, key < COUNT, DEPTH, PADDED)
     # The blocks of queries that see a key of this block.
-    start, stop = own * 0, COUNT
-    if CAUSAL:
-        start = own
-    if WINDOWED:
-        stop = tl.minimum(stop, own + BLOCK + tl.cdiv(WINDOW - 1, BLOCK) * BLOCK)
-    stop = tl.where(own < COUNT, stop, 0)
+    start = tl.maximum(own - tl.cdiv(AFTER, BLOCK) * BLOCK, 0)
+    stop = tl.minimum(own + BLOCK + BEFORE, ((own + BLOCK - 1) // SIZE + 1) * SIZE)
+    stop = tl.where(own < COUNT, tl.minimum(stop, COUNT), 0)
     key_total = tl.zeros((ROWS, PADDED), tl.float32)
     value_total = tl.zeros((ROWS, PADDED), tl.float32)
     for member in range(GROUP):
@@ -162,7 +174,7 @@ def differentiate_keys(
             at = (row0 + query) * (KEY_HEADS * GROUP) + head * GROUP + member
             queries = load_heads(q, at, inside, DEPTH, PADDED)
             grads = load_heads(grad, at, inside, DEPTH, PADDED)
-            begin, end = visible_keys(query[None, :], COUNT, COUNT, WINDOW, CAUSAL, WINDOWED)
+            begin, end = visible_keys(query[None, :], COUNT, COUNT, mask)
             seen = (key[:, None] >= begin) & (key[:, None] < end) & inside[None, :]
             weights, score_grads = differentiate_scores(
                 fresh_dot(keys, tl.trans(queries)),
@@ -171,6 +183,8 @@ def differentiate_keys(
                 tl.load(dots + at, mask=inside, other=0.0)[None, :],
                 seen,
                 SCALE,
+                CAP,
+                CAPPED,
             )
             value_total = value_total + fresh_dot(weights.to(grads.dtype), grads)
             key_total = key_total + fresh_dot(score_grads.to(queries.dtype), queries)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from isobit.ops.gpu.elementary import exp_nonpositive, log_positive, round_once
+from isobit.ops.gpu.elementary import exp_nonpositive, log_positive, round_once, soft_cap
 from isobit.ops.gpu.sums import fresh_dot, merge_columns
 
 # What the Triton kernels of attention share: which keys a query sees, rows of tiles, and blocks of keys in memory.
@@ -20,26 +20,22 @@ from isobit.ops.gpu.sums import fresh_dot, merge_columns
 # v at which each block of 64 keys begins; `lengths` int64 [samples], the number of keys. The queries are the last
 # positions of their sample. A row of a tile is one head of one query: row r of a sample is query r // GROUP and head
 # r % GROUP of a group. A depth that is no power of two is padded with +0 to PADDED.
+#
+# `mask` is (BEFORE, AFTER, SIZE): how many keys before and after its own position a query sees, and the size of the
+# chunks of positions that it does not see beyond. One that is no limit is the number of keys of the table.
 
 BLOCK = tl.constexpr(64)
 
 
 @triton.jit
 def visible_keys(
-    query: tl.tensor,
-    QUERIES: tl.tensor,
-    KEYS: tl.tensor,
-    WINDOW: tl.tensor,
-    CAUSAL: tl.constexpr,
-    WINDOWED: tl.constexpr,
+    query: tl.tensor, QUERIES: tl.tensor, KEYS: tl.tensor, mask: tl.tuple
 ) -> tuple[tl.tensor, tl.tensor]:
     """Return (begin, end): the keys from begin to before end are those that a query of the sample sees."""
-    end = query * 0 + KEYS
-    if CAUSAL:
-        end = tl.minimum(KEYS - QUERIES + query + 1, KEYS)
-    begin = end * 0
-    if WINDOWED:
-        begin = tl.maximum(end - WINDOW, 0)
+    BEFORE, AFTER, SIZE = mask
+    position = KEYS - QUERIES + query
+    begin = tl.maximum(position - BEFORE, position // SIZE * SIZE)
+    end = tl.minimum(position + 1 + AFTER, KEYS)
     return begin, end
 
 
@@ -120,14 +116,12 @@ def add_seen_values(
     last_query: tl.tensor,
     QUERIES: tl.tensor,
     KEYS: tl.tensor,
-    WINDOW: tl.tensor,
-    CAUSAL: tl.constexpr,
-    WINDOWED: tl.constexpr,
+    mask: tl.tuple,
 ) -> tl.tensor:
     """Return weights [ROWS, 64] · values [64, PADDED], where a query adds only the values that it sees."""
     added = tl.zeros((weights.shape[0], values.shape[1]), tl.float32)
     for each in range(first_query, last_query + 1):
-        begin, end = visible_keys(each, QUERIES, KEYS, WINDOW, CAUSAL, WINDOWED)
+        begin, end = visible_keys(each, QUERIES, KEYS, mask)
         seen = (key >= begin) & (key < end)
         own = fresh_dot(weights, tl.where(seen[:, None], values, 0.0))
         added = tl.where((query == each)[:, None], own, added)
@@ -148,13 +142,13 @@ def fold_chunk(
     last_query: tl.tensor,
     QUERIES: tl.tensor,
     KEYS: tl.tensor,
-    WINDOW: tl.tensor,
+    mask: tl.tuple,
     SCALE: tl.tensor,
+    CAP: tl.tensor,
     KEY_HEADS: tl.constexpr,
     DEPTH: tl.constexpr,
     PADDED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
     GUARD: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
@@ -163,7 +157,7 @@ def fold_chunk(
     queries [ROWS, PADDED]; query [ROWS] is the query of each row, from first_query to last_query; `blocks` points to
     the blocks of the sample. Returns most and total [ROWS, 1] and output [ROWS, PADDED].
     """
-    begin, end = visible_keys(query[:, None], QUERIES, KEYS, WINDOW, CAUSAL, WINDOWED)
+    begin, end = visible_keys(query[:, None], QUERIES, KEYS, mask)
     most = tl.full((ROWS, 1), -float("inf"), tl.float32)
     total = tl.zeros((ROWS, 1), tl.float32)
     output = tl.zeros((ROWS, PADDED), tl.float32)
@@ -172,6 +166,8 @@ def fold_chunk(
         place = (tl.load(blocks + first // BLOCK) + tl.arange(0, BLOCK)) * KEY_HEADS + head
         keys = load_heads_transposed(k, place, key < KEYS, DEPTH, PADDED)
         scores = fresh_dot(queries, keys) * SCALE  # [ROWS, 64]
+        if CAPPED:
+            scores, _ = soft_cap(scores, CAP)
         seen = (key[None, :] >= begin) & (key[None, :] < end)
         scores = tl.where(seen, scores, -float("inf"))
         new = tl.maximum(most, tl.max(scores, 1)[:, None])
@@ -181,8 +177,8 @@ def fold_chunk(
         values = load_heads(v, place, key < KEYS, DEPTH, PADDED)
         added = fresh_dot(weights.to(values.dtype), values)
         if GUARD:
-            whole_from, _ = visible_keys(last_query, QUERIES, KEYS, WINDOW, CAUSAL, WINDOWED)
-            _, whole_to = visible_keys(first_query, QUERIES, KEYS, WINDOW, CAUSAL, WINDOWED)
+            whole_from, _ = visible_keys(last_query, QUERIES, KEYS, mask)
+            _, whole_to = visible_keys(first_query, QUERIES, KEYS, mask)
             if first < whole_from or tl.minimum(first + BLOCK, KEYS) > whole_to:
                 special = (tl.abs(values.to(tl.float32)) < float("inf")).to(tl.int32)
                 if tl.min(tl.min(special, 1), 0) == 0:
@@ -195,9 +191,7 @@ def fold_chunk(
                         last_query,
                         QUERIES,
                         KEYS,
-                        WINDOW,
-                        CAUSAL,
-                        WINDOWED,
+                        mask,
                     )
         folds = (first < end) & (first + BLOCK > begin)  # [ROWS, 1]: whether a row sees a key
         output = tl.where(folds, output * factor + added, output)
@@ -275,10 +269,8 @@ def tile_of_queries(
     tile: tl.tensor,
     QUERIES: tl.tensor,
     KEYS: tl.tensor,
-    WINDOW: tl.tensor,
+    mask: tl.tuple,
     GROUP: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOWED: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Return the first and the last query of a tile, and the keys (from, to before) that one of them sees.
@@ -287,12 +279,12 @@ def tile_of_queries(
     """
     first = tile * ROWS // GROUP
     last = tl.minimum(((tile + 1) * ROWS - 1) // GROUP, QUERIES - 1)
-    start, _ = visible_keys(first, QUERIES, KEYS, WINDOW, CAUSAL, WINDOWED)
-    _, stop = visible_keys(last, QUERIES, KEYS, WINDOW, CAUSAL, WINDOWED)
+    start, _ = visible_keys(first, QUERIES, KEYS, mask)
+    _, stop = visible_keys(last, QUERIES, KEYS, mask)
     return first, last, start, tl.where(first < QUERIES, stop, 0)
 
 
-@triton.jit(do_not_specialize=["TILES", "TABLE", "WINDOW"])
+@triton.jit(do_not_specialize=["TILES", "TABLE", "BEFORE", "AFTER", "SIZE"])
 def attention(
     q: tl.tensor,
     k: tl.tensor,
@@ -304,14 +296,16 @@ def attention(
     lengths: tl.tensor,
     TILES: tl.tensor,
     TABLE: tl.tensor,
-    WINDOW: tl.tensor,
+    BEFORE: tl.tensor,
+    AFTER: tl.tensor,
+    SIZE: tl.tensor,
     SCALE: tl.tensor,
+    CAP: tl.tensor,
     KEY_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DEPTH: tl.constexpr,
     PADDED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
     GUARD: tl.constexpr,
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
@@ -319,13 +313,12 @@ def attention(
     """Compute ROWS rows of one group of heads over all keys they see."""
     sample, tile, head = tl.program_id(0) // TILES, tl.program_id(0) % TILES, tl.program_id(1)
     row0, QUERIES, KEYS = load_sample(spans, lengths, sample)
-    first_query, last_query, start, stop = tile_of_queries(
-        tile, QUERIES, KEYS, WINDOW, GROUP, CAUSAL, WINDOWED, ROWS
-    )
+    mask = (BEFORE, AFTER, SIZE)
+    first_query, last_query, start, stop = tile_of_queries(tile, QUERIES, KEYS, mask, GROUP, ROWS)
     row = tile * ROWS + tl.arange(0, ROWS)
     place, inside = locate_heads(row0, row, head, KEY_HEADS, GROUP), row < QUERIES * GROUP
     queries = load_heads(q, place, inside, DEPTH, PADDED)
-    begin, end = visible_keys((row // GROUP)[:, None], QUERIES, KEYS, WINDOW, CAUSAL, WINDOWED)
+    begin, end = visible_keys((row // GROUP)[:, None], QUERIES, KEYS, mask)
     most = tl.full((ROWS, 1), -float("inf"), tl.float32)
     total = tl.zeros((ROWS, 1), tl.float32)
     output = tl.zeros((ROWS, PADDED), tl.float32)
@@ -343,13 +336,13 @@ def attention(
             last_query,
             QUERIES,
             KEYS,
-            WINDOW,
+            mask,
             SCALE,
+            CAP,
             KEY_HEADS,
             DEPTH,
             PADDED,
-            CAUSAL,
-            WINDOWED,
+            CAPPED,
             GUARD,
             ROWS,
         )
@@ -359,7 +352,7 @@ def attention(
     store_rows(y, lse, most, total, output, place, inside, DEPTH, PADDED)
 
 
-@triton.jit(do_not_specialize=["TILES", "TABLE", "WINDOW", "HEADS"])
+@triton.jit(do_not_specialize=["TILES", "TABLE", "BEFORE", "AFTER", "SIZE", "HEADS"])
 def attention_chunks(
     q: tl.tensor,
     k: tl.tensor,
@@ -372,15 +365,17 @@ def attention_chunks(
     lengths: tl.tensor,
     TILES: tl.tensor,
     TABLE: tl.tensor,
-    WINDOW: tl.tensor,
+    BEFORE: tl.tensor,
+    AFTER: tl.tensor,
+    SIZE: tl.tensor,
     HEADS: tl.tensor,
     SCALE: tl.tensor,
+    CAP: tl.tensor,
     KEY_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DEPTH: tl.constexpr,
     PADDED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
     GUARD: tl.constexpr,
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
@@ -392,9 +387,8 @@ def attention_chunks(
     sample, tile, head = tl.program_id(0) // TILES, tl.program_id(0) % TILES, tl.program_id(1)
     chunk = tl.program_id(2) * CHUNK
     row0, QUERIES, KEYS = load_sample(spans, lengths, sample)
-    first_query, last_query, start, stop = tile_of_queries(
-        tile, QUERIES, KEYS, WINDOW, GROUP, CAUSAL, WINDOWED, ROWS
-    )
+    mask = (BEFORE, AFTER, SIZE)
+    first_query, last_query, start, stop = tile_of_queries(tile, QUERIES, KEYS, mask, GROUP, ROWS)
     row = tile * ROWS + tl.arange(0, ROWS)
     place, inside = locate_heads(row0, row, head, KEY_HEADS, GROUP), row < QUERIES * GROUP
     most, total, output = fold_chunk(
@@ -410,13 +404,13 @@ def attention_chunks(
         last_query,
         QUERIES,
         KEYS,
-        WINDOW,
+        mask,
         SCALE,
+        CAP,
         KEY_HEADS,
         DEPTH,
         PADDED,
-        CAUSAL,
-        WINDOWED,
+        CAPPED,
         GUARD,
         ROWS,
     )
@@ -428,7 +422,7 @@ def attention_chunks(
     tl.store(output_of + place * DEPTH + depth, output, mask=known)
 
 
-@triton.jit(do_not_specialize=["TILES", "WINDOW", "HEADS"])
+@triton.jit(do_not_specialize=["TILES", "BEFORE", "AFTER", "SIZE", "HEADS"])
 def merge_chunks(
     most_of: tl.tensor,
     total_of: tl.tensor,
@@ -438,24 +432,25 @@ def merge_chunks(
     spans: tl.tensor,
     lengths: tl.tensor,
     TILES: tl.tensor,
-    WINDOW: tl.tensor,
+    BEFORE: tl.tensor,
+    AFTER: tl.tensor,
+    SIZE: tl.tensor,
     HEADS: tl.tensor,
     KEY_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DEPTH: tl.constexpr,
     PADDED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOWED: tl.constexpr,
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
     """Fold the chunks of ROWS rows left, and store them."""
     sample, tile, head = tl.program_id(0) // TILES, tl.program_id(0) % TILES, tl.program_id(1)
     row0, QUERIES, KEYS = load_sample(spans, lengths, sample)
-    _, _, start, stop = tile_of_queries(tile, QUERIES, KEYS, WINDOW, GROUP, CAUSAL, WINDOWED, ROWS)
+    mask = (BEFORE, AFTER, SIZE)
+    _, _, start, stop = tile_of_queries(tile, QUERIES, KEYS, mask, GROUP, ROWS)
     row = tile * ROWS + tl.arange(0, ROWS)
     place, inside = locate_heads(row0, row, head, KEY_HEADS, GROUP), row < QUERIES * GROUP
-    begin, end = visible_keys((row // GROUP)[:, None], QUERIES, KEYS, WINDOW, CAUSAL, WINDOWED)
+    begin, end = visible_keys((row // GROUP)[:, None], QUERIES, KEYS, mask)
     most = tl.full((ROWS, 1), -float("inf"), tl.float32)
     total = tl.zeros((ROWS, 1), tl.float32)
     output = tl.zeros((ROWS, PADDED), tl.float32)

@@ -1,4 +1,4 @@
-"""exp, log, the logistic function, the normal distribution and the one NaN: the operations of csrc, one by one.
+"""exp, log, tanh, the logistic function, the normal distribution and the one NaN: the operations of csrc, one by one.
 
 The chains are those of csrc/exponential.h, logarithm.h and elementary.h, and of isobit/ops/portable/elementary.py.
 
@@ -68,6 +68,29 @@ def sigmoid_and_slope(x: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
     """Return the logistic function s of x, and the derivative of x · s."""
     s, rest = sigmoid(x)
     return s, s * (x * rest + 1.0)
+
+
+@triton.jit
+def tanh(x: tl.tensor) -> tl.tensor:
+    """Return the hyperbolic tangent of fp32 x; it has the sign of x, also at 0, and a NaN stays NaN."""
+    size = tl.abs(x)
+    e = exp_nonpositive(size * -2.0)
+    far = 1.0 - tl.div_rn(e + e, e + 1.0)
+    square = size * size
+    p = square * -5.70498872745e-3 + 2.06390887954e-2
+    p = p * square + -5.37397155531e-2
+    p = p * square + 1.33314422036e-1
+    p = p * square + -3.33332819422e-1
+    chosen = tl.where(size < 0.625, (p * square) * size + size, far)
+    sign = x.to(tl.int32, bitcast=True) & -2147483648
+    return (chosen.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def soft_cap(x: tl.tensor, CAP: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Return CAP · tanh(x / CAP) and its derivative, 1 − tanh²."""
+    bent = tanh(tl.div_rn(x, CAP))
+    return bent * CAP, 1.0 - bent * bent
 
 
 @triton.jit
