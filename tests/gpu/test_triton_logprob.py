@@ -14,9 +14,10 @@ import isobit
 pytest.importorskip("triton")
 from isobit.certifying import executing
 from isobit.certifying.names.leaf import ENGINE_OF_TARGET
+from isobit.foundation.launches import record_launches
 from isobit.ops.logprob import portable
 from isobit.ops.logprob import triton as executor
-from isobit.ops.portable.elementary import exp_nonpositive
+from isobit.ops.portable.elementary import exp_nonpositive, soft_cap
 from isobit.ops.portable.sums import Pair, merge_pairs, one_nan, round_once, sum_products
 from isobit.order.plan import FeaturePlan
 from tests.compiled.plan import operators
@@ -24,6 +25,7 @@ from tests.compiled.plan.domain import Values
 from tests.compiled.plan.operators import Arithmetic
 from tests.compiled.running import raw
 from tests.gpu.named_launches import SHORT
+from tests.gpu.planted_attention import cap_by_reciprocal, cap_with_factored_slope
 from tests.sweeps import mostly_full
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -40,11 +42,12 @@ def problem(dtype, tokens, width, words):
     return hidden, weight, targets, torch.randn(tokens, generator=generator)
 
 
-def results(hidden, weight, targets, grad, lengths=None):
+def results(hidden, weight, targets, grad, lengths=None, cap=None):
     """Return log-probabilities and gradients."""
     given = [t.detach().clone().requires_grad_() for t in (hidden, weight)]
     samples = isobit.Samples.packed(lengths) if lengths else None
-    found = isobit.linear_logprob(*given, targets, temperature=TEMPERATURE, samples=samples)
+    how = {"temperature": TEMPERATURE, "samples": samples, "softcap": cap}
+    found = isobit.linear_logprob(*given, targets, **how)
     return [found.detach(), *torch.autograd.grad(found, given, grad)]
 
 
@@ -53,12 +56,13 @@ def run(kind, target, *given):
         return results(*given)
 
 
-def planned(target, hidden, weight, targets, grad, lengths):
+def planned(target, hidden, weight, targets, grad, lengths, cap=None):
     """Return the same by the plan over the tensor core of the target."""
     dtype = hidden.dtype
     plan = Arithmetic(Values(), SHORT[dtype], ENGINE_OF_TARGET[target])
     logits = torch.from_numpy(operators.linear(plan, raw(hidden), raw(weight)))
     inverse = portable.inverse(TEMPERATURE, F32)
+    logits, slope = soft_cap(logits, cap) if cap else (logits, torch.ones(()))
     scaled, words = logits * inverse, FeaturePlan(len(weight))
     total = merge_pairs(scaled, words.segments, Pair)
     chosen = scaled.gather(1, targets.clamp(min=0)[:, None]).squeeze(1)
@@ -66,7 +70,7 @@ def planned(target, hidden, weight, targets, grad, lengths):
     weights = exp_nonpositive((scaled - stats[:, :1]) - stats[:, 1:])
     is_target = torch.arange(len(weight)) == targets[:, None]
     upstream = torch.where(targets < 0, 0.0, grad * inverse)[:, None]
-    spread = torch.where(is_target, 1.0 - weights, -weights) * upstream
+    spread = torch.where(is_target, 1.0 - weights, -weights) * upstream * slope
     samples = isobit.Samples.packed(lengths)
     if dtype == F16:
         by_token = sum_products(words.products, spread, weight.float().t())[0]
@@ -124,6 +128,41 @@ def test_16_bits_have_the_bits_of_the_plan(dtype, target):
 def test_compiled_code(dtype, target):
     given = (*problem(dtype, 4, 24, 34), [1, 3])
     assert same(planned_or_cpu(target, *given), run("machine", target, *given))
+
+
+@pytest.mark.parametrize("cap", [30.0, 0.9])
+def test_a_soft_cap_has_the_bits_of_the_cpu(cap):
+    given = (*problem(F32, 5, 20, 530), [2, 3], cap)
+    assert same(results(*given), run("interpreter", "sm_90", *given))
+    loss = [isobit.linear_cross_entropy(*given[:3], softcap=cap)]
+    with executing("interpreter"), record_launches() as launches:
+        loss.append(isobit.linear_cross_entropy(*given[:3], softcap=cap))
+    assert {launch.executor for launch in launches} == {"triton"}
+    assert isobit.bits.equal(*loss)
+
+
+@pytest.mark.parametrize("dtype", mostly_full([BF16, F16], [BF16]))
+def test_a_soft_cap_in_16_bits_has_the_bits_of_the_plan(dtype):
+    given = (*problem(dtype, 6, 40, 270), [2, 4], 1.7)
+    assert same(planned("sm_90", *given), run("interpreter", "sm_90", *given))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "target"), [(F32, "sm_90"), pytest.param(BF16, "sm_80", marks=full)]
+)
+def test_a_soft_cap_in_compiled_code(dtype, target):
+    given = (*problem(dtype, 3, 24, 34), [1, 2], 1.7)
+    assert same(planned_or_cpu(target, *given), run("machine", target, *given))
+
+
+def test_wrong_caps_are_caught(monkeypatch):
+    given = (*problem(F32, 5, 20, 40), None, 1.7)
+    expected = results(*given)
+    for wrong in (cap_by_reciprocal, cap_with_factored_slope):
+        with monkeypatch.context() as patch:
+            patch.setattr(executor, "soft_cap", wrong)
+            assert not same(expected, run("interpreter", "sm_90", *given))
+    assert same(expected, run("interpreter", "sm_90", *given))
 
 
 def planned_or_cpu(target, hidden, *rest):

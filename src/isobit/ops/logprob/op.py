@@ -10,6 +10,7 @@ from torch import Tensor
 
 from isobit.errors import ArgumentError
 from isobit.ops.arguments import WITH_GPU, check_softcap, check_tensors, refuse_shape
+from isobit.ops.gpu.executors import is_asked_for
 from isobit.ops.linear.op import check_linear
 from isobit.ops.logprob import portable
 from isobit.ops.logprob.supported import LogprobOfLogits, kept_of
@@ -54,7 +55,7 @@ def linear_logprob(
         support: The ids that could be drawn (top-k, top-p), over which to normalise: [..., n] filled up with -1, or
             booleans [..., V]. By default the whole vocabulary. On the CPU.
         softcap: Logits become softcap · tanh(logit / softcap), before the temperature; by default they are not capped.
-            On the CPU. The logits of the call are then in memory.
+            On the CPU, the logits of the call are then in memory.
 
     Returns:
         Tensor of the shape of targets, in fp32.
@@ -86,16 +87,18 @@ def linear_logprob(
         hidden.reshape(-1, hidden.shape[-1]),
         targets.reshape(-1).to(torch.int64).contiguous(),
     )
-    if support is not None or softcap is not None:
+    check_softcap(softcap)
+    capped = () if softcap is None else (float(softcap),)
+    if support is not None or (capped and not is_asked_for((hidden, weight))):
         check_tensors(hidden=hidden)  # on the CPU
-        check_softcap(softcap)
         kept = None if support is None else kept_of(support, hidden, targets, len(weight))
-        given = (rows, weight, chosen, kept, float(temperature), spans, known.total)
-        return LogprobOfLogits.apply(*given, softcap or 0.0).reshape(targets.shape)  # type: ignore[no-any-return,no-untyped-call]
+        scored = LogprobOfLogits.apply(  # type: ignore[no-untyped-call]
+            rows, weight, chosen, kept, float(temperature), spans, known.total, softcap or 0.0
+        )
+        return scored.reshape(targets.shape)  # type: ignore[no-any-return]
     sizes = (targets.numel(), *reversed(weight.shape))
-    found, _ = launch(
-        "linear_logprob", sizes, rows, weight, chosen, float(temperature), spans, known.total
-    )
+    given = (rows, weight, chosen, float(temperature), spans, known.total, *capped)
+    found, _ = launch("linear_logprob", sizes, *given)
     return found.reshape(targets.shape)  # type: ignore[no-any-return]
 
 
@@ -135,7 +138,7 @@ def check_temperature(temperature: float) -> None:
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    hidden, weight, targets, ctx.temperature, spans, ctx.of = inputs
+    hidden, weight, targets, ctx.temperature, spans, ctx.of, *ctx.cap = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.share = share_in_force()
     ctx.save_for_backward(hidden, weight, targets, output[1], spans)
@@ -147,9 +150,10 @@ def backward_with(prefix: str) -> Any:
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         want = ctx.needs_input_grad[:2]
         operator = getattr(torch.ops.isobit, f"{prefix}_backward")
-        dhidden, dweight = operator(grad, *ctx.saved_tensors, ctx.temperature, *want, ctx.of)
+        how = ctx.temperature, *want, ctx.of, *ctx.cap
+        dhidden, dweight = operator(grad, *ctx.saved_tensors, *how)
         dweight = as_partial(dweight, ctx.share) if want[1] else None
-        return dhidden if want[0] else None, dweight, None, None, None, None
+        return dhidden if want[0] else None, dweight, *[None] * (4 + len(ctx.cap))
 
     return backward
 
@@ -186,8 +190,9 @@ def portable_linear_logprob(
     temperature: float,
     spans: Tensor | None,
     of: int = 0,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    return portable.linear_logprob(hidden, weight, targets, temperature)
+    return portable.linear_logprob(hidden, weight, targets, temperature, softcap)
 
 
 @portable_operator("portable_linear_logprob_backward")
@@ -202,10 +207,11 @@ def portable_linear_logprob_backward(
     want_hidden: bool,
     want_weight: bool,
     of: int = 0,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     samples = whole_samples(hidden, spans, of if want_weight else 0)
     return portable.linear_logprob_backward(
-        grad, hidden, weight, targets, stats, samples, temperature
+        grad, hidden, weight, targets, stats, samples, temperature, softcap
     )
 
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from isobit.ops.gpu.elementary import exp_nonpositive, log_positive, round_once
+from isobit.ops.gpu.elementary import exp_nonpositive, log_positive, round_once, soft_cap
 from isobit.ops.gpu.executors import triton_operator
 from isobit.ops.gpu.launching import row_launch, run
 from isobit.ops.gpu.sums import merge_columns, merge_pairs
@@ -30,6 +30,14 @@ CHUNK = 1 << 26  # logits at a time
 WHOLE_TILES = 128
 WORDS = (65536, 8192, 1024, 128)  # at a time, for the gradient of the weight
 BLOCK, WARPS = 1024, 4
+
+
+@triton.jit(do_not_specialize=["SIZE"])
+def cap_logits(logits: tl.tensor, SIZE: tl.tensor, CAP: tl.tensor, BLOCK: tl.constexpr) -> None:
+    """Replace fp32 logits [SIZE] by CAP · tanh(logit / CAP)."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value, _ = soft_cap(tl.load(logits + place, mask=place < SIZE, other=0.0), CAP)
+    tl.store(logits + place, value, mask=place < SIZE)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -89,20 +97,28 @@ def differentiate_logits(
     FIRST: tl.tensor,
     COLUMNS: tl.tensor,
     INVERSE: tl.tensor,
+    CAP: tl.tensor,
+    CAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """Store out = (onehot(target) − softmax) · grad / temperature for the words from FIRST on.
 
-    logits is fp32 [M, COLUMNS], out has its shape, targets is int64 [M], grad fp32 [M] and stats fp32 [M, 2].
+    logits is fp32 [M, COLUMNS], without their soft cap, out has its shape, targets is int64 [M], grad fp32 [M] and
+    stats fp32 [M, 2].
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < COLUMNS
     target = tl.load(targets + row)
     scaled = tl.where(target < 0, 0.0, tl.load(grad + row) * INVERSE)
-    value = tl.load(logits + row * COLUMNS + column, mask=inside, other=0.0) * INVERSE
+    value = tl.load(logits + row * COLUMNS + column, mask=inside, other=0.0)
+    if CAPPED:
+        value, slope = soft_cap(value, CAP)
+    value = value * INVERSE
     weight = exp_nonpositive((value - tl.load(stats + row * 2)) - tl.load(stats + row * 2 + 1))
     spread = tl.where(column + FIRST == target, 1.0 - weight, 0.0 - weight) * scaled
+    if CAPPED:
+        spread = spread * slope
     result = round_once(spread, out.dtype.element_ty)
     tl.store(out + row * COLUMNS + column, result, mask=inside)
 
@@ -126,14 +142,15 @@ def spread_of(
     grad: Tensor,
     first: int,
     scale: float,
+    softcap: float,
 ) -> Tensor:
     """Return the gradients of the logits [tokens, words] of the words from `first` on, in the dtype of products."""
     logits = multiply(hidden, weight, None, torch.float32)
     dtype = torch.bfloat16 if hidden.dtype == torch.bfloat16 else torch.float32
     out = logits if dtype == torch.float32 else torch.empty_like(logits, dtype=dtype)
     grid = (logits.shape[0], -(-logits.shape[1] // BLOCK))
-    given = logits, targets, stats, grad, out, first, logits.shape[1], scale
-    run(differentiate_logits, grid, *given, BLOCK=BLOCK, warps=WARPS)
+    given = logits, targets, stats, grad, out, first, logits.shape[1], scale, softcap
+    run(differentiate_logits, grid, *given, CAPPED=softcap > 0, BLOCK=BLOCK, warps=WARPS)
     return out
 
 
@@ -150,6 +167,7 @@ def triton_linear_logprob(
     temperature: float,
     spans: Tensor | None,
     of: int = 0,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     tokens, words = hidden.shape[0], weight.shape[0]
     hidden, weight, targets = hidden.contiguous(), weight.contiguous(), targets.contiguous()
@@ -159,6 +177,9 @@ def triton_linear_logprob(
     for at in range(0, tokens, step):
         part = slice(at, at + step)
         logits = multiply(hidden[part], weight, None, torch.float32)
+        if softcap:
+            size = logits.numel()
+            run(cap_logits, (-(-size // BLOCK),), logits, size, softcap, BLOCK=BLOCK, warps=WARPS)
         rows, grid, how = row_launch("linear_logprob", logits)
         run(choose_words, grid, logits, targets[part], found[part], stats[part], rows, scale, **how)
     return found, stats
@@ -176,6 +197,7 @@ def triton_linear_logprob_backward(
     want_hidden: bool,
     want_weight: bool,
     of: int = 0,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     samples = whole_samples(hidden, spans, of if want_weight else 0)
     grad, hidden, weight = grad.contiguous(), hidden.contiguous(), weight.contiguous()
@@ -187,7 +209,7 @@ def triton_linear_logprob_backward(
     for at in range(0, tokens if want_hidden else 0, step):
         part = slice(at, at + step)
         given = hidden[part], weight, targets[part], stats[part], grad[part]
-        spread = spread_of(*given, 0, scale)
+        spread = spread_of(*given, 0, scale, softcap)
         found = dhidden[part]
         multiply(spread, widen(weight), None, hidden.dtype, transposed=True, out=found)
     dtype = gradient_dtype(weight.dtype, len(samples.spans), samples.total)
@@ -195,6 +217,6 @@ def triton_linear_logprob_backward(
     step = words_at_a_time(tokens)
     for at in range(0, words if want_weight else 0, step):
         part = slice(at, at + step)
-        spread = spread_of(hidden, weight[part], targets, stats, grad, at, scale)
+        spread = spread_of(hidden, weight[part], targets, stats, grad, at, scale, softcap)
         sum_weight_grad(spread, widen(hidden), samples, dtype, out=dweight[part])
     return dhidden, dweight

@@ -134,7 +134,8 @@ def tanh(x: Tensor) -> Tensor:
 
 def soft_cap(x: Tensor, cap: float) -> tuple[Tensor, Tensor]:
     """Return cap · tanh(x / cap) and its derivative, 1 − tanh²."""
-    limit = torch.tensor(cap, dtype=x.dtype)
+    # On the device of x: a GPU multiplies by the reciprocal of a number of the host, which rounds twice.
+    limit = torch.tensor(cap, dtype=x.dtype, device=x.device)
     bent = tanh(x / limit)
     return bent * limit, 1.0 - bent * bent
 
