@@ -7,7 +7,7 @@ from torch import Tensor
 
 from isobit.errors import ArgumentError
 from isobit.foundation.machine import keeping_subnormals
-from isobit.ops.arguments import check_tensors, refuse_shape
+from isobit.ops.arguments import WITH_GPU, check_tensors, refuse_shape
 from isobit.ops.distillation.op import Described, divergence_and_logprob
 from isobit.ops.distillation.portable import DIRECTIONS
 from isobit.ops.exact_sum.op import exact_sum
@@ -82,7 +82,7 @@ def distillation_loss(
         >>> torch.equal(whole, isobit.distillation_loss(*turned, temperature=2.0))
         True
     """
-    check_tensors(hidden=hidden, weight=weight)
+    check_tensors(WITH_GPU, hidden=hidden, weight=weight)
     check_linear(hidden, weight, None)
     check_temperature(temperature)
     check_choices(alpha, direction, beta, reduction)
@@ -149,9 +149,9 @@ def check_choices(alpha: float, direction: str, beta: float, reduction: str) -> 
 def describe_teacher(teacher: Teacher, hidden: Tensor, vocabulary: int) -> Described:
     """Return the teacher as the operator takes it, after checking that it fits to the student's rows and words."""
     rows = hidden.shape[:-1]
-    check_precision(teacher, hidden)
+    check_place(teacher, hidden)
     if isinstance(teacher, Tensor):
-        check_tensors(teacher=teacher)
+        check_tensors(WITH_GPU, teacher=teacher)
         if teacher.shape != (*rows, vocabulary):
             refuse_vocabulary("teacher", teacher, (*rows, vocabulary))
         return teacher.detach().reshape(-1, vocabulary).contiguous(), None, None, None
@@ -168,7 +168,7 @@ def describe_teacher(teacher: Teacher, hidden: Tensor, vocabulary: int) -> Descr
     first, second = (part.detach() for part in teacher)
     if not first.is_floating_point():
         return describe_known_words(first, second, rows, vocabulary)
-    check_tensors(teacher_hidden=first, teacher_weight=second)
+    check_tensors(WITH_GPU, teacher_hidden=first, teacher_weight=second)
     check_linear(first, second, None)
     if first.shape[:-1] != rows:
         expected = f"{[*rows, 'J']}, as the rows of hidden"
@@ -178,10 +178,16 @@ def describe_teacher(teacher: Teacher, hidden: Tensor, vocabulary: int) -> Descr
     return first.reshape(-1, first.shape[-1]), second, None, None
 
 
-def check_precision(teacher: Teacher, hidden: Tensor) -> None:
-    """Raise where one model is in fp64, which is for gradcheck, and the other is not."""
+def check_place(teacher: Teacher, hidden: Tensor) -> None:
+    """Raise where the models are on two devices, or one is in fp64, which is for gradcheck, and the other is not."""
     parts = teacher if isinstance(teacher, tuple | list) else (teacher,)
     for part in parts:
+        if isinstance(part, Tensor) and part.device != hidden.device:
+            raise ArgumentError(
+                expected=f"a teacher on {hidden.device}, as the student",
+                received=f"a teacher on {part.device}",
+                remedy=f"move the teacher's tensors with .to({str(hidden.device)!r})",
+            )
         real = isinstance(part, Tensor) and part.is_floating_point()
         if real and (part.dtype == torch.float64) != (hidden.dtype == torch.float64):
             raise ArgumentError(
@@ -197,7 +203,7 @@ def describe_known_words(
     ids: Tensor, logprobs: Tensor, rows: torch.Size, vocabulary: int
 ) -> Described:
     """Return known words sorted by id, with the log of the probability that they leave to all others."""
-    check_tensors(teacher_logprobs=logprobs)
+    check_tensors(WITH_GPU, teacher_logprobs=logprobs)
     fits = ids.dtype in (torch.int64, torch.int32) and ids.shape == logprobs.shape
     if not fits or ids.shape[:-1] != rows or ids.dim() != len(rows) + 1:
         expected = f"{[*rows, 'n']}, int64 or int32, with log-probabilities of the same shape"

@@ -140,4 +140,4 @@ def portable_distillation_loss_backward(
     )
 
 
-declare("distillation_loss", register_formulas)
+declare("distillation_loss", register_formulas, triton="isobit.ops.distillation.triton")

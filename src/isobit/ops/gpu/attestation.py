@@ -48,7 +48,7 @@ def expected_engine(target: str) -> str:
     return ENGINE_OF_TARGET.get(target, "")
 
 
-PRODUCTS = ("linear", "attention", "logprob")
+PRODUCTS = ("linear", "attention", "logprob", "distillation")
 
 _lock = threading.RLock()
 _found: dict[tuple[str, torch.dtype, torch.device], Attestation] = {}
