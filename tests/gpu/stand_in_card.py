@@ -102,6 +102,9 @@ def executor_on_cpu(func):
     if name == "exact_state":
         return lambda tensor, squared: torch.ops.isobit.exact_state([tensor], squared)
     ours = torch.ops.isobit
+    if name in ("linear_logprob", "linear_logprob_backward"):  # the native ones take no soft cap
+        portable, native = getattr(ours, f"portable_{name}"), getattr(ours, name)
+        return lambda *given: portable(*given) if given[-1] else native(*given[:-1])
     if name == "scaled_":
         return lambda x, factor: ours.scale_([x], factor)
     if name == "adamw_":

@@ -8,6 +8,8 @@
 import numpy as np
 import pytest
 import torch
+from stand_in_card import Card, on_card
+from stand_in_card import operators as operators_run
 
 import isobit
 from isobit import bits
@@ -62,7 +64,7 @@ def results(hidden, weight, teacher, targets, direction, lengths=None):
     samples = isobit.Samples.packed(lengths) if lengths else None
     found = isobit.distillation_loss(*leaves, teacher, targets, samples=samples, **how)
     grad = torch.randn(targets.shape, generator=torch.Generator().manual_seed(3))
-    return [found.detach(), *torch.autograd.grad(found, leaves, grad)]
+    return [found.detach(), *torch.autograd.grad(found, leaves, grad.to(targets.device))]
 
 
 def run(given, direction, *rest, kind="interpreter", target="sm_90"):
@@ -84,8 +86,9 @@ def test_fp32_has_the_bits_of_the_cpu(direction, kind):
     assert same(run(given, direction, [2, 3]), results(*given, direction, [2, 3]))
 
 
-@pytest.mark.parametrize(("direction", "kind"), mostly_full(CASES, [CASES[0], CASES[-1]]))
-def test_two_segments_of_words_have_the_bits_of_the_cpu(direction, kind):
+@pytest.mark.parametrize("case", mostly_full(CASES, [CASES[0], CASES[-1]]), ids=str)
+def test_two_segments_of_words_have_the_bits_of_the_cpu(case):
+    direction, kind = case
     given = problem(3, 1026, kind)
     assert same(run(given, direction), results(*given, direction))
 
@@ -149,9 +152,10 @@ def test_16_bits_have_the_bits_of_the_plan(direction):
 
 
 @pytest.mark.parametrize(
-    ("direction", "kind"), mostly_full(CASES, [("jsd", "live"), ("reverse", "words")])
+    "case", mostly_full(CASES, [("jsd", "live"), ("reverse", "words")]), ids=str
 )
-def test_compiled_code(direction, kind):
+def test_compiled_code(case):
+    direction, kind = case
     given = problem(3, 34, kind)
     assert same(run(given, direction, kind="machine"), results(*given, direction))
 
@@ -220,7 +224,7 @@ WRONG = {
     "a factor first": ("forward", "(a * a) * polynomial(a)", "a * (a * polynomial(a))"),
     "the digits of 1 - part": ("jsd", "tl.div_rn(part, 1.0 - middle)", "1.0"),
     "the offset": ("reverse", "(0.0 - ratio) - offset", "(0.0 - ratio) - offset * 1.0000001"),
-    "the words that are not known": ("forward", "ratio = tl.where(unknown, rest, ratio)", "ratio = tl.where(unknown, 0.0, ratio)"),
+    "words that are not known": ("forward", "tl.where(unknown, rest, ratio)", "tl.where(unknown, 0.0, ratio)"),
     "lanes": ("forward", "lane = column % 16", "lane = 15 - column % 16"),
 }  # fmt: skip
 
@@ -235,7 +239,20 @@ def test_a_wrong_kernel_is_caught(name):
     assert same(run(given, direction), expected)
 
 
-def test_a_teacher_on_another_device_is_refused():
-    hidden, weight, (other, head), targets = problem(3, 9)
-    with pytest.raises(ArgumentError, match="a teacher on meta"):
-        isobit.distillation_loss(hidden, weight, (other.to("meta"), head), targets)
+# ---- devices ------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_call_on_a_card_stays_there(kind):
+    def move(part):
+        return tuple(map(move, part)) if isinstance(part, tuple) else Card(part.clone())
+
+    given = problem(4, 21, kind)
+    with on_card():
+        moved = [move(part) for part in given]
+        found = results(*moved, "jsd")
+        assert all(isinstance(t, Card) for t in found)
+        ours = {name for name in operators_run if name.startswith("isobit::")}
+        assert "isobit::triton_distillation_loss_backward" in ours
+        assert all(name.startswith("isobit::triton_") for name in ours)
+        with pytest.raises(ArgumentError, match="a teacher on cpu"):
+            isobit.distillation_loss(*moved[:2], given[2], moved[3])
+    assert same([t.held for t in found], results(*given, "jsd"))

@@ -68,6 +68,9 @@ group_samples = fewer("linear_group.claims", "samples", SAMPLE_LENGTHS=FEW, Samp
 logprob_samples = fewer(
     "logprob.claims", "samples", SAMPLE_LENGTHS=FEW, placements=close_placements
 )
+distillation_samples = fewer(
+    "distillation.claims", "samples", SAMPLE_LENGTHS=FEW, placements=close_placements
+)
 attention_decode = fewer("attention.claims", "decode_is_prefill", DECODED=4, CHUNKS=(64,))
 
 

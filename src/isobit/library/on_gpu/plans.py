@@ -174,6 +174,10 @@ PLANS: dict[str, Plan] = {
         dtypes={"rows": ("float32", "bfloat16")},
         predicates={"samples": (f"{OWN}logprob_samples", FEWER)},
     ),
+    "knowledge-distillation-kernel-v1": Plan(
+        dtypes={"plain": ("float32", "bfloat16")},
+        predicates={"samples": (f"{OWN}distillation_samples", FEWER)},
+    ),
     "lm-head-kernel-v1": Plan(sizes={"rows": {"k": (23,)}}, dtypes={"rows": ("bfloat16",)}),
     "grad-norm-kernel-v1": Plan(sizes={"rows": {"rows": (2,), "n": (23,)}}, edges=("tiny",)),
     "adamw-kernel-v1": Plan(
@@ -198,7 +202,6 @@ ELSEWHERE = {
     "tree-collective-v1": "collectives move bytes between ranks and add on the CPU",
     "audit-v1": MODULES,
     "gradient-accumulation-v1": PARTIAL,
-    "knowledge-distillation-kernel-v1": "the loss of distillation has no Triton executor, and a GPU's tensors raise",
     "kv-cache-kernel-v1": "caches of keys have no Triton executor",
     "causal-conv-v1": "linear attention has no Triton executor",
     "delta-rule-v1": "linear attention has no Triton executor",
@@ -212,7 +215,7 @@ ELSEWHERE = {
     ),
     "bpe-tokenizer-kernel-v1": "a tokenizer computes nothing on a device",
     "data-pipeline-v1": "texts and indices, which no kernel computes",
-    "distill-loss-v1": "the loss of distillation has no Triton executor, and a GPU's tensors raise",
+    "distill-loss-v1": f"micro-batches: {PARTIAL}",
     "post-training-v1": "it judges stages that change checkpoints, on the host",
     "tolerance-table-v1": "a table of bounds, which no kernel computes",
     "training-config-kernel-v1": MODULES,

@@ -168,6 +168,7 @@ TWINS: dict[str, str] = {
         row_blocks="attention_row_blocks",
     ),
     **twins("logprob.planted", WORDS, **{name: f"word_{name}" for name in OF_WORDS}),
+    **twins("distillation.planted", WORDS, torch_form="distilled_by_differences"),
     **twins("cross_entropy.claims", WORDS, **{name: f"loss_{name}" for name in OF_LOSSES}),
     **twins("lm_head.claims", WORDS, **{name: f"head_{name}" for name in OF_HEADS}),
 }
@@ -196,6 +197,9 @@ AROUND: frozenset[str] = frozenset(
         "attention.planted": "a_hair_less bf16_gradients chunks_as_windows chunks_from_the_call one_sided "
         "padding_counted slope_forgotten window_off_by_one without_the_cap without_the_last zero_times_infinity",
         "gqa.claims": "first_group_for_all heads_descending keys_repeated last_head_counts",
+        "distillation.planted": "a_hair_less alpha_exchanged blunt by_count directions_exchanged gradient_in_bf16 "
+        "gradient_of_forward gradient_over_temperature ignored_pulled in_bf16 mean_of_means normalised_apart "
+        "padding_in_the_mean renormalised_words summed_in_order summed_plainly without_samples without_t_squared",
         "cross_entropy.claims": "blunt mean_of_means padding_in_the_mean summed_in_order summed_plainly",
     }.items()
     for name in names.split()
@@ -210,6 +214,7 @@ STOCK: frozenset[str] = frozenset(
         "linear.planted": "recorded_only",
         "linear_group.claims": "stock",
         "logprob.planted": "stock",
+        "distillation.planted": "bf16_log_softmax trl",
         "lm_head.claims": "stock",
         "cross_entropy.claims": "stock",
     }.items()

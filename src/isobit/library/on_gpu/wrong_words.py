@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from isobit.library.cross_entropy.claims import Loss
+from isobit.library.distillation.planted import Distilled
 from isobit.library.lm_head.claims import Head, ours
 from isobit.library.logprob.claims import Scored
 from isobit.library.on_gpu.twins import Change, function, source, twin
+from isobit.ops.distillation.loss import distillation_loss
 from isobit.ops.linear.op import linear_fp32
 from isobit.ops.logprob.loss import linear_cross_entropy
 from isobit.ops.logprob.op import linear_logprob
@@ -127,6 +129,13 @@ word_blunted, word_tokens_backwards = scored(BLUNTED), scored(BACKWARDS)
 loss_over_the_batch, loss_neighbours_target = averaged(OVER_THE_BATCH), averaged(NEIGHBOURS)
 loss_bf16_logits, loss_ignored_pulled = averaged(BF16_LOGITS), averaged(PULLED)
 loss_tokens_backwards = averaged(BACKWARDS)
+
+# ---- distillation ----------------------------------------------------------------------------------------
+
+# The terms as differences, without the series near 0: what is left of them where models are alike is rounding.
+NEAR = "tl.where(a < 1.0, (a * a) * polynomial(a), a - (1.0 - exp_nonpositive(-a)))"
+BY_DIFFERENCES = source("isobit.ops.distillation.triton", (NEAR, "a - (1.0 - exp_nonpositive(-a))"))
+distilled_by_differences = Distilled(twin(distillation_loss, BY_DIFFERENCES))
 
 # ---- logits ----------------------------------------------------------------------------------------------
 

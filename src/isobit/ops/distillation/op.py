@@ -9,7 +9,13 @@ from torch import Tensor
 
 from isobit.ops.distillation import portable
 from isobit.ops.portable.samples import as_samples, spans_of, whole_samples
-from isobit.ops.registration import declare, launch, portable_operator, register_operator
+from isobit.ops.registration import (
+    declare,
+    executor_of,
+    launch,
+    portable_operator,
+    register_operator,
+)
 from isobit.ops.share import (
     accumulation_dtype,
     as_partial,
@@ -44,6 +50,9 @@ def divergence_and_logprob(
     spans = spans_of(known, hidden)
     rows, ids = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1).to(torch.int64)
     sizes = (targets.numel(), *reversed(weight.shape))
+    head = teacher[1]
+    if head is not None and head.dtype != hidden.dtype:
+        executor_of("linear", head.dtype, (head,))  # the student's dtype attests its own products
     how = float(temperature), direction, float(beta)
     given = rows, weight, ids.contiguous(), *teacher, *how, spans, known.total
     divergence, logprob, _ = launch("distillation_loss", sizes, *given)
