@@ -227,7 +227,6 @@ def test_a_token_does_not_depend_on_its_batch():
 DISTILLATION = "isobit.ops.distillation.triton"
 WRONG = {
     "no series near 0": ("forward", "(a * a) * polynomial(a), a - ", "a - (1.0 - exp_nonpositive(-a)), a - "),
-    "a factor first near 0": ("forward", "(a * a) * polynomial(a)", "a * (a * polynomial(a))"),
     "the digits of 1 - part": ("jsd", "tl.div_rn(part, 1.0 - middle)", "1.0"),
     "the offset": ("reverse", "(0.0 - ratio) - offset", "(0.0 - ratio) - offset * 1.0000001"),
     "words that are not known": ("forward", "tl.where(unknown, rest, ratio)", "tl.where(unknown, 0.0, ratio)"),
