@@ -22,11 +22,11 @@ from isobit.ops.gpu.executors import triton_operator
 from isobit.ops.gpu.launching import row_launch, run
 from isobit.ops.gpu.sums import merge_columns
 from isobit.ops.linear.triton import multiply, sum_weight_grad
-from isobit.ops.logprob.portable import inverse
 from isobit.ops.logprob.triton import (
     BLOCK,
     WARPS,
     choose_words,
+    scale_of,
     tokens_at_a_time,
     widen,
     words_at_a_time,
@@ -294,7 +294,7 @@ class Models:
     @property
     def scale(self) -> float:
         """1 / temperature in fp32."""
-        return float(inverse(self.temperature, torch.float32))
+        return scale_of(self.temperature)
 
     @property
     def constants(self) -> dict[str, Any]:

@@ -123,6 +123,11 @@ def differentiate_logits(
     tl.store(out + row * COLUMNS + column, result, mask=inside)
 
 
+def scale_of(temperature: float) -> float:
+    """Return 1 / temperature in fp32."""
+    return float(inverse(temperature, torch.float32))
+
+
 def words_at_a_time(tokens: int) -> int:
     """Return for how many words the logits of all tokens are computed at a time."""
     return next((words for words in WORDS if words * tokens <= CHUNK), WORDS[-1])
@@ -173,7 +178,7 @@ def triton_linear_logprob(
     hidden, weight, targets = hidden.contiguous(), weight.contiguous(), targets.contiguous()
     found = torch.empty(tokens, dtype=torch.float32, device=hidden.device)
     stats = torch.empty(tokens, 2, dtype=torch.float32, device=hidden.device)
-    scale, step = float(inverse(temperature, torch.float32)), tokens_at_a_time(words)
+    scale, step = scale_of(temperature), tokens_at_a_time(words)
     for at in range(0, tokens, step):
         part = slice(at, at + step)
         logits = multiply(hidden[part], weight, None, torch.float32)
@@ -203,7 +208,7 @@ def triton_linear_logprob_backward(
     grad, hidden, weight = grad.contiguous(), hidden.contiguous(), weight.contiguous()
     targets, stats = targets.contiguous(), stats.contiguous()
     tokens, words = hidden.shape[0], weight.shape[0]
-    scale = float(inverse(temperature, torch.float32))
+    scale = scale_of(temperature)
     dhidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
     step = tokens_at_a_time(words)
     for at in range(0, tokens if want_hidden else 0, step):
