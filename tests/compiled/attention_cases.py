@@ -25,10 +25,17 @@ def attend_heads(plan, given, padded, zero, how):
     return np.stack([head.attend() for head in heads], 1)
 
 
-def limits_of(keys, causal, window):
+def limits_of(keys, causal, window, size=0):
     """Return how many keys before and after its own a query sees, and the size of its chunk: all, unless limited."""
     before = window - 1 if window else keys
-    return {"BEFORE": before, "AFTER": 0 if causal else before, "SIZE": keys}
+    return {"BEFORE": before, "AFTER": 0 if causal else before, "SIZE": size or keys}
+
+
+def seen_by(queries, keys, BEFORE, AFTER, SIZE):
+    """Return the keys that each of the last queries of a sample sees."""
+    position = keys - queries + np.arange(queries)
+    begin = np.maximum(position - BEFORE, position // SIZE * SIZE)
+    return Seen(begin, np.minimum(position + 1 + AFTER, keys))
 
 
 def attention_case(
@@ -43,6 +50,7 @@ def attention_case(
     chunk=ATTENTION_CHUNK,
     causal=True,
     window=0,
+    size=0,
 ):
     """The last `queries` of a sample of `keys`; form "fold" for one program per tile, "chunks" for split-KV.
 
@@ -62,7 +70,7 @@ def attention_case(
         "CHUNK": chunk,
         "ROWS": tile,
         "TILES": math.ceil(queries * group / tile),
-        **limits_of(keys, causal, window),
+        **limits_of(keys, causal, window, size),
         "spans": spans,
         "lengths": lengths,
     }
@@ -84,8 +92,7 @@ def attention_case(
         )
 
     def expected(plan, given):
-        end = keys - queries + 1 + np.arange(queries) if causal else np.full(queries, keys)
-        seen = Seen(np.maximum(end - window, 0) if window else 0 * end, end)
+        seen = seen_by(queries, keys, **limits_of(keys, causal, window, size))
         zero = plan.on.constant(0.0) if dtype == "f32" else plan.on.constant16(0)
         return attend_heads(plan, given, constants["PADDED"], zero, (seen, scale, chunk))
 
@@ -95,7 +102,7 @@ def attention_case(
     )  # fmt: skip
 
 
-def layout_of_one_sample(count, group, depth, causal, window):
+def layout_of_one_sample(count, group, depth, causal, window, size):
     """Return the arguments that say where the keys of a sample are, and which of them a query sees."""
     blocks = torch.arange(0, count, ATTENTION_BLOCK)
     return {
@@ -103,7 +110,7 @@ def layout_of_one_sample(count, group, depth, causal, window):
         "blocks": blocks,
         "lengths": torch.tensor([count]),
         "TABLE": len(blocks),
-        **limits_of(count, causal, window),
+        **limits_of(count, causal, window, size),
         "CAP": 0.0,
         "CAPPED": False,
         "KEY_HEADS": 1,
@@ -124,7 +131,7 @@ def shipped_options(q):
 
 
 def attention_grads_case(
-    dtype, count, output="dq", group=1, depth=16, tile=16, causal=True, window=0
+    dtype, count, output="dq", group=1, depth=16, tile=16, causal=True, window=0, size=0
 ):
     """The gradient of queries or keys ("dq", "dk" or "dv") of one sample and one key head."""
     q, grad, out = (
@@ -138,7 +145,7 @@ def attention_grads_case(
     tiles = math.ceil(count / tile)
     inputs = {"grad": grad, "q": q, "k": k, "v": v, "lse": lse}
     given = {**inputs, **made, "dots": dots, "TILES": tiles, "SCALE": scale, "ROWS": tile}
-    given |= layout_of_one_sample(count, group, depth, causal, window)
+    given |= layout_of_one_sample(count, group, depth, causal, window, size)
     heads = {"HEADS": count * group, "DEPTH": depth, "ROWS": 16}
     kernel = getattr(
         triton_backward, "differentiate_queries" if output == "dq" else "differentiate_keys"
@@ -154,8 +161,7 @@ def attention_grads_case(
     )
 
     def expected(plan, given):
-        end = 1 + np.arange(count) if causal else np.full(count, count)
-        seen = Seen(np.maximum(end - window, 0) if window else 0 * end, end)
+        seen = seen_by(count, count, **limits_of(count, causal, window, size))
         sums = [plan.full((count, depth), 0.0)] * 2
         queries = []
         for h in range(group):

@@ -63,12 +63,14 @@ def test_attention_over_a_chunk_boundary():
 def test_attention_of_a_window_and_of_all_keys(dtype):
     check(attention_case(dtype, 2, 150, chunk=64, window=70), "sm_90")
     check(attention_case(dtype, 2, 70, causal=False, depth=48), "sm_90")
+    check(attention_case(dtype, 8, 9, causal=False, window=3), "sm_90")
+    check(attention_case(dtype, 8, 70, size=66), "sm_90")
 
 
 @pytest.mark.parametrize("output", ["dq", "dk", "dv"])
 def test_attention_gradients(output):
-    check(attention_grads_case("bf16", 9, output, group=2), "sm_90")
-    check(attention_grads_case("f32", 9, output, causal=False), "sm_80")
+    check(attention_grads_case("bf16", 9, output, group=2, size=4), "sm_90")
+    check(attention_grads_case("f32", 9, output, causal=False, window=4), "sm_80")
 
 
 def test_weight_gradient_of_ragged_samples():
