@@ -58,7 +58,7 @@ def test_every_executor_is_called():
     names = {name.split(" ")[0] for name in SMALL}
     assert names == {name.split(" ")[0] for name in ODD}
     assert names <= set(executors.OPERATORS)
-    assert len(names) == 11
+    assert len(names) == 13
 
 
 @of_dtypes
