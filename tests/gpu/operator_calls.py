@@ -7,6 +7,7 @@ import torch
 
 import isobit
 from isobit.ops.attesting import special_values, wide_values
+from isobit.ops.delta_rule.gates import decay_gate, sigmoid_gate
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TARGETS = ["sm_80", "sm_90", "sm_100"]
@@ -244,6 +245,16 @@ def product_calls(shapes):
     return calls
 
 
+def gate_calls(dtype):
+    generator, samples = generator_of(dtype), isobit.Samples.packed([3, 0, 9])
+    a = special_values((12, 81), dtype, generator)
+    heads = [wide_values((81,), dtype, generator) for _ in range(2)]
+    return [
+        Call(sigmoid_gate, (a,)),
+        Call(lambda *given: decay_gate(*given, samples=samples), (a, *heads)),
+    ]
+
+
 def sum_calls(dtype, sizes, hard):
     generator = generator_of(dtype)
     tensors = [wide_values((size,), dtype, generator) for size in sizes]
@@ -270,6 +281,7 @@ SMALL = {
     "experts by routes": lambda d: route_calls(d, [(12, 3, "sigmoid", True, 2.5, 4, 2, True)]),
     "experts of rows": lambda d: expert_calls(d, [(7, 12, 3, 19)]),
     "experts of products": lambda d: product_calls([((3, 0, 18), 4, 2, 5, 7, False)]),
+    "delta_rule by gates": gate_calls,
     "exact_sum": lambda d: sum_calls(d, [600], HARD_SUMS[2:5]),
 }
 # Odd calls are for the interpreter.
@@ -326,6 +338,7 @@ ODD = {
         d, [(5, 3, 2, 70), (6, 64, 6, 3), (0, 4, 2, 5), (1, 2, 1, 9)]
     ),
     "experts of products": lambda d: product_calls([((2, 30, 1), 5, 3, 20, 3, True)]),
+    "delta_rule by gates": gate_calls,
     "exact_sum": lambda d: sum_calls(
         d, [1, 5000], HARD_SUMS[::2] if d != torch.float32 else HARD_SUMS
     ),
