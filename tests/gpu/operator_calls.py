@@ -7,6 +7,7 @@ import torch
 
 import isobit
 from isobit.ops.attesting import special_values, wide_values
+from isobit.ops.delta_rule.gates import decay_gate, sigmoid_gate
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TARGETS = ["sm_80", "sm_90", "sm_100"]
@@ -164,6 +165,96 @@ def selection_calls(dtype, shapes):
     return calls
 
 
+def convolution_calls(dtype, shapes):
+    """Shapes are (x, taps, lengths of samples or None, whether they go on behind a cache)."""
+    generator, calls = generator_of(dtype), []
+    for shape, taps, lengths, cached in shapes:
+        samples = isobit.Samples.packed(lengths) if lengths else None
+        count = len(lengths) if lengths else torch.Size(shape[:-2]).numel()
+        before = (count, taps - 1, shape[-1])
+        before = wide_values(before, dtype, generator) if cached else None
+
+        def call(x, weight, samples=samples, before=before):
+            return isobit.causal_conv(x, weight, samples=samples, before=before)
+
+        x = with_specials(wide_values(shape, dtype, generator))
+        calls.append(Call(call, (x, wide_values((shape[-1], 1, taps), dtype, generator))))
+    return calls
+
+
+def route_calls(dtype, shapes):
+    """Shapes are (experts, k, score, normalize, scale, groups, top groups, whether there is a bias).
+
+    Rows are ties, numbers that are not finite, zeros of both signs, and padding. Ids are compared as numbers.
+    """
+    generator, calls = generator_of(dtype), []
+    for count, k, score, normalize, scale, groups, top_groups, has_bias in shapes:
+        logits = wide_values((9, count), dtype, generator)
+        logits[1] = logits[1, :1]
+        logits[2, :3] = torch.tensor([torch.nan, -torch.inf, torch.inf])
+        logits[3], logits[3, ::2], logits[5] = 0.0, -0.0, -torch.inf
+        how = {"score": score, "normalize": normalize, "scale": scale, "groups": groups}
+        how |= {"top_groups": top_groups, "samples": isobit.Samples(((0, 4), (5, 4)), 9, 0, 2)}
+        how |= {"bias": wide_values((count,), torch.float32, generator) if has_bias else None}
+
+        def call(x, k=k, how=how):
+            found = isobit.route(x, k, **how)
+            ids = (found.experts, found.places, found.tokens[: 9 * k].view(-1, k))
+            return torch.cat([found.weights, *(t.float() for t in ids)])
+
+        calls.append(Call(call, (logits,)))
+    return calls
+
+
+def expert_calls(dtype, shapes):
+    """Dispatch and combine rows with given weights; shapes are (tokens, experts, k, width)."""
+    generator, calls = generator_of(dtype), []
+    for tokens, count, k, width in shapes:
+        ids = [torch.randperm(count, generator=generator)[:k] for _ in range(tokens)]
+        ids = torch.stack(ids) if ids else torch.zeros(0, k, dtype=torch.int64)
+        ids[:1] = count  # the first token goes nowhere, the second to one expert less
+        ids[1:2, :1] = count
+        samples = isobit.Samples.packed([tokens]) if tokens else None
+
+        def call(x, weights, ids=ids, count=count, samples=samples):
+            routes = isobit.Routes.chosen(ids, weights, total=count, samples=samples)
+            return isobit.combine(isobit.dispatch_rows(x, routes), routes)
+
+        weights = wide_values((tokens, k), torch.float32, generator)
+        x = wide_values((tokens, width), dtype, generator)
+        calls.append(Call(call, (with_specials(x) if tokens else x, weights)))
+    return calls
+
+
+def product_calls(shapes):
+    """Linear layers of experts in fp32; shapes are (lengths of samples, experts, k, K, N, transposed)."""
+    generator, calls = generator_of(torch.float32), []
+    for lengths, count, k, width, outputs, transposed in shapes:
+        samples = isobit.Samples.packed(lengths)
+        ids = torch.randint(0, count - 1, (samples.rows, 1), generator=generator)
+        ids = (ids + torch.arange(k)) % (count - 1)  # the last expert has no rows
+        routes = isobit.Routes.chosen(ids, torch.ones(ids.shape), total=count, samples=samples)
+        shape = (count, width, outputs) if transposed else (count, outputs, width)
+        given = [(len(routes.tokens), width), shape, (count, outputs)]
+
+        def call(*tensors, routes=routes, transposed=transposed):
+            return isobit.grouped_linear(*tensors, routes=routes, transposed=transposed)
+
+        tensors = (wide_values(size, torch.float32, generator) for size in given)
+        calls.append(Call(call, tuple(tensors)))
+    return calls
+
+
+def gate_calls(dtype):
+    generator, samples = generator_of(dtype), isobit.Samples.packed([3, 0, 9])
+    a = special_values((12, 81), dtype, generator)
+    heads = [wide_values((81,), dtype, generator) for _ in range(2)]
+    return [
+        Call(sigmoid_gate, (a,)),
+        Call(lambda *given: decay_gate(*given, samples=samples), (a, *heads)),
+    ]
+
+
 def sum_calls(dtype, sizes, hard):
     generator = generator_of(dtype)
     tensors = [wide_values((size,), dtype, generator) for size in sizes]
@@ -186,6 +277,11 @@ SMALL = {
     "rotary": lambda d: rotary_calls(d, [((2, 5, 3, 10), (5, 10))]),
     "embedding": lambda d: embedding_calls(d, [((290,), 9, 5, [258, 0, 20, 12], 2)]),
     "select_rows": lambda d: selection_calls(d, [((2, 9, 33), [17, 0, 4])]),
+    "causal_conv": lambda d: convolution_calls(d, [((9, 5), 4, [5, 0, 4], True)]),
+    "experts by routes": lambda d: route_calls(d, [(12, 3, "sigmoid", True, 2.5, 4, 2, True)]),
+    "experts of rows": lambda d: expert_calls(d, [(7, 12, 3, 19)]),
+    "experts of products": lambda d: product_calls([((3, 0, 18), 4, 2, 5, 7, False)]),
+    "delta_rule by gates": gate_calls,
     "exact_sum": lambda d: sum_calls(d, [600], HARD_SUMS[2:5]),
 }
 # Odd calls are for the interpreter.
@@ -225,6 +321,24 @@ ODD = {
     "select_rows": lambda d: selection_calls(
         d, [((40, 5), list(range(39, 0, -2))), ((3, 2, 600), [5]), ((4, 7), [])]
     ),
+    "causal_conv": lambda d: convolution_calls(
+        d, [((2, 7, 70), 4, None, False), ((3, 3), 1, [2, 1], False), ((4, 3), 2, [1, 3], True)]
+    ),
+    "experts by routes": lambda d: route_calls(
+        d,
+        [
+            (12, 3, "softmax", True, 2.5, 1, 1, False),
+            (9, 4, "softmax", False, 1.0, 3, 2, True),
+            (6, 2, "sigmoid", True, 0.1, 6, 3, False),
+            (5, 5, "softmax_of_chosen", True, 1.5, 1, 1, False),
+            (12, 1, "sigmoid_of_chosen", True, 1.0, 2, 1, True),
+        ],
+    ),
+    "experts of rows": lambda d: expert_calls(
+        d, [(5, 3, 2, 70), (6, 64, 6, 3), (0, 4, 2, 5), (1, 2, 1, 9)]
+    ),
+    "experts of products": lambda d: product_calls([((2, 30, 1), 5, 3, 20, 3, True)]),
+    "delta_rule by gates": gate_calls,
     "exact_sum": lambda d: sum_calls(
         d, [1, 5000], HARD_SUMS[::2] if d != torch.float32 else HARD_SUMS
     ),

@@ -49,7 +49,7 @@ def test_compiled_bits_of_odd_shapes(name, dtype):
 
 @pytest.mark.full
 @pytest.mark.parametrize("target", ["sm_80", "sm_100"])
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", [name for name in SMALL if name != "experts by routes"])
 def test_compiled_kernels_have_no_races_and_no_branches_on_data(name, target):
     assert differences(SMALL[name](torch.bfloat16), "machine", target, check=True) == []
 
@@ -58,7 +58,7 @@ def test_every_executor_is_called():
     names = {name.split(" ")[0] for name in SMALL}
     assert names == {name.split(" ")[0] for name in ODD}
     assert names <= set(executors.OPERATORS)
-    assert len(names) == 11
+    assert len(names) == 14
 
 
 @of_dtypes

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from isobit.ops import dispatch
-from isobit.ops.linear.op import portable_bias_grad
+from isobit.ops.linear import op  # noqa: F401 (declares the operator that is called)
+from isobit.ops.registration import PREFIXES, executor_of
 
 
 def sum_over_samples(terms: Tensor, spans: Tensor | None, of: int) -> Tensor:
@@ -17,6 +17,6 @@ def sum_over_samples(terms: Tensor, spans: Tensor | None, of: int) -> Tensor:
         spans: See [Note: shares of a global batch] in isobit/order/samples.py.
         of: The samples of the global batch, as there.
     """
-    native = dispatch.is_native(terms.dtype)
-    operator = torch.ops.isobit.linear_bias_grad if native else portable_bias_grad
+    executor = executor_of("linear", terms.dtype, (terms,))
+    operator = getattr(torch.ops.isobit, f"{PREFIXES[executor]}linear_bias_grad")
     return operator(terms.contiguous(), spans, of)  # type: ignore[no-any-return]

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from isobit.contracts.judge.recipes import Case
 from isobit.contracts.judge.tally import Tally
@@ -57,6 +58,15 @@ def close_placements(lengths: Sequence[int], width: int) -> Iterator[tuple[str, 
     return placements(lengths, max(lengths) + 2)
 
 
+def in_one_storage(compare: Any, tensors: Sequence[Tensor], described: Samples) -> None:
+    """Compare in one memory layout of another stride; a kernel on a GPU has no CPU threads."""
+    compare(*(tensor.repeat(1, 2)[:, : tensor.shape[1]] for tensor in tensors), described, "apart")
+
+
+def in_no_storage(compare: Any, tensors: Sequence[Tensor], described: Samples) -> None:
+    """Compare nothing: placements have shown it, and a case takes long."""
+
+
 norm_samples = fewer("norms.claims", "samples", SAMPLE_LENGTHS=FEW)
 norm_head_samples = fewer("norms.claims", "head_samples", SAMPLE_LENGTHS=FEW)
 norm_gradients = fewer("norms.claims", "gradients_agree", Samples=FewSamples)
@@ -83,3 +93,32 @@ def attention_masks(subject: Any, case: Case, tally: Tally) -> None:
 
 
 attention_samples = fewer("attention.claims", "samples_are_alone", LENGTHS=(3, 66), WIDTH=70)
+FEW_EXPERTS = {"EXPERTS": 4, "CHOSEN": 2, "OUTPUTS": 3, "LENGTHS": (3, 0, 4, 1)}
+experts_layouts = fewer(
+    "mixture_of_experts.claims",
+    "layouts",
+    **FEW_EXPERTS,
+    SCORES=("softmax",),
+    placements=close_placements,
+    in_every_storage_and_thread_count=in_one_storage,
+)
+experts_gradients = fewer("mixture_of_experts.claims", "weight_gradients", **FEW_EXPERTS)
+convolution_samples = fewer(
+    "causal_conv.claims",
+    "placed",
+    LENGTHS=(5, 1, 0, 2),
+    placements=close_placements,
+    in_every_storage_and_thread_count=in_one_storage,
+)
+delta_pieces = fewer("delta_rule.claims", "by_pieces", HEADS=2, VALUE=3, CUTS=((1,), (2, 3)))
+delta_crops = fewer("delta_rule.claims", "cropped", HEADS=2, VALUE=3)
+delta_samples = fewer(
+    "delta_rule.claims",
+    "placed",
+    HEADS=2,
+    VALUE=3,
+    LENGTHS=(3, 1, 0, 2),
+    placements=close_placements,
+    in_every_storage_and_thread_count=in_no_storage,
+)
+delta_executors = fewer("delta_rule.claims", "equal_executors", HEADS=4, VALUE=3)

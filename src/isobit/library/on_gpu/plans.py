@@ -25,6 +25,8 @@ REFUSALS = (
 PARTIAL = "partial sums have no Triton executor"
 PACKED = "packed weights have no Triton executor"
 LONG = "samples of 4,100 keys take minutes in the interpreter; tests/gpu compares chunks of keys"
+CHUNKS = "samples of four chunks take minutes in the interpreter; tests/gpu compares two chunks bit for bit"
+FP64 = "it differentiates in fp64, which has no Triton executor"
 FEWER = "it runs on fewer tokens"
 COSTLY = (
     "a case takes long in the interpreter; tests/gpu and `benchmarks comparisons` have this dtype"
@@ -185,6 +187,24 @@ PLANS: dict[str, Plan] = {
         edges=("tiny",),
     ),
     "cross-entropy-kernel-v1": Plan(left_out={"counts": PARTIAL}),
+    "mixture-of-experts-v1": Plan(
+        predicates={
+            "layouts": (f"{OWN}experts_layouts", FEWER),
+            "weight-gradients": (f"{OWN}experts_gradients", FEWER),
+        },
+    ),
+    "causal-conv-v1": Plan(predicates={"samples": (f"{OWN}convolution_samples", FEWER)}),
+    "delta-rule-v1": Plan(
+        left_out={"accuracy": CHUNKS, "gradients": FP64},
+        sizes={name: {"rows": (6,)} for name in ("tokens", "few")},
+        dtypes={"tokens": ("float32",)},
+        predicates={
+            "pieces": (f"{OWN}delta_pieces", FEWER),
+            "crops": (f"{OWN}delta_crops", FEWER),
+            "samples": (f"{OWN}delta_samples", FEWER),
+            "executors": (f"{OWN}delta_executors", FEWER),
+        },
+    ),
     "dimension-independent-kernels-v1": Plan(
         left_out={"DIM-002": "it counts loads of the native library; `binaries` counts Triton's"},
         # Stock's kernel for several rows is one chain too; its kernel for one row is not.
@@ -197,14 +217,11 @@ PLANS: dict[str, Plan] = {
 }
 
 ELSEWHERE = {
-    "mixture-of-experts-v1": "its operators have no Triton executor, and raise an error with their names",
     "select-rows-v1": "it copies rows and adds nothing; tests/gpu compares its kernel with the portable executor",
     "tree-collective-v1": "collectives move bytes between ranks and add on the CPU",
     "audit-v1": MODULES,
     "gradient-accumulation-v1": PARTIAL,
     "kv-cache-kernel-v1": "caches of keys have no Triton executor",
-    "causal-conv-v1": "linear attention has no Triton executor",
-    "delta-rule-v1": "linear attention has no Triton executor",
     "chain-v1": "whole models: tests/gpu/test_whole_model.py",
     "profile-account-v1": "it reads traces on the CPU, and computes nothing on a device",
     "rank-agreement-v1": MODULES,

@@ -155,6 +155,21 @@ TWINS: dict[str, str] = {
     **twins("grad_norm.claims", ELEMENTS, in_fp32="norm_by_lane"),
     **twins("linear.planted", PRODUCTS, bf16_merges="linear_bf16_segments"),
     **twins(
+        "mixture_of_experts.claims",
+        ROWS,
+        combined_by_slot="experts_by_slot",
+        combined_by_one_chain="experts_by_one_chain",
+        highest_id="experts_by_highest_id",
+    ),
+    **twins(
+        "causal_conv.claims",
+        ROWS,
+        leaks_between_samples="convolution_leaks",
+        gradient_leaks="convolution_gradient_leaks",
+        sums_in_16_bits="convolution_in_16_bits",
+    ),
+    **twins("delta_rule.claims", ROWS, in_16_bits="delta_in_16_bits"),
+    **twins(
         "attention.planted",
         PRODUCTS,
         split_by_count="attention_by_count",
@@ -196,6 +211,11 @@ AROUND: frozenset[str] = frozenset(
         "linear_group.claims": "apart blunt by_rows turned ungrouped without_bias without_samples",
         "attention.planted": "a_hair_less bf16_gradients chunks_as_windows chunks_from_the_call one_sided "
         "padding_counted slope_forgotten window_off_by_one without_the_cap without_the_last zero_times_infinity",
+        "mixture_of_experts.claims": "balanced_by_batch expert_without_tokens one_sample padded_row_routed stock",
+        "causal_conv.claims": "forgets_the_past newest_first_in_long_batches newest_first_when_decoding "
+        "one_row_stale one_tap_fewer sums_padding taps_reversed",
+        "delta_rule.claims": "chunks_of_the_call crops_beyond_the_chunk decodes_by_the_recurrence "
+        "forgets_the_open_chunk gradient_leaks leaks_between_samples stale_open_chunk",
         "gqa.claims": "first_group_for_all heads_descending keys_repeated last_head_counts",
         "distillation.planted": "a_hair_less alpha_exchanged blunt by_count directions_exchanged gradient_in_bf16 "
         "gradient_of_forward gradient_over_temperature ignored_pulled in_bf16 mean_of_means normalised_apart "
@@ -210,6 +230,8 @@ STOCK: frozenset[str] = frozenset(
     for module, names in {
         "stock": "attention exact_sum gelu layer_norm linear log_softmax rms_norm silu swiglu total_norm",
         "adamw.claims": "fused",
+        "causal_conv.claims": "stock",
+        "delta_rule.claims": "stock",
         "embedding.claims": "stock",
         "linear.planted": "recorded_only",
         "linear_group.claims": "stock",

@@ -1,11 +1,17 @@
-"""Wrong Triton kernels of rows: norms, softmax and log-softmax."""
+"""Wrong Triton kernels of rows: norms, softmax, log-softmax, mixtures of experts and linear attention."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
+from isobit.library.causal_conv.claims import Convolution
+from isobit.library.delta_rule.claims import Rule
+from isobit.library.mixture_of_experts.claims import ours
 from isobit.library.on_gpu.twins import function, source, twin
+from isobit.ops.causal_conv.op import causal_conv
+from isobit.ops.delta_rule.op import delta_rule
+from isobit.ops.experts.rows import combine
 from isobit.ops.layer_norm.op import layer_norm
 from isobit.ops.log_softmax.op import log_softmax
 from isobit.ops.rms_norm.op import rms_norm
@@ -165,4 +171,46 @@ log_plain_gradient = twin(
         LOG_SOFTMAX,
         ("upstream - weight * whole", "tl.math.fma(-weight, whole + weight * 0.0, upstream)"),
     ),
+)
+
+# ---- mixtures of experts -----------------------------------------------------------------------------------
+
+EXPERTS = "isobit.ops.experts.triton"
+SLOT = "slot = token * CHOSEN + tl.load(order + token * CHOSEN + at)"
+experts_by_slot = replace(
+    ours, combine=twin(combine, source(EXPERTS, (SLOT, "slot = token * CHOSEN + at")))
+)
+experts_by_one_chain = replace(
+    ours, combine=twin(combine, source(EXPERTS, ("(segment == owner)", "(segment == 0)")))
+)
+LOWEST_ID = "tl.min(tl.min(tl.where(key == top, at, E), 1), 0)"
+HIGHEST_ID = "tl.max(tl.max(tl.where(key == top, at, -1), 1), 0)"
+
+
+def highest_id(*given: Any, **named: Any) -> Any:
+    """Break ties by the highest id."""
+    with source(EXPERTS, (LOWEST_ID, HIGHEST_ID))():
+        return ours.route(*given, **named)
+
+
+experts_by_highest_id = replace(ours, route=highest_id)
+
+# ---- linear attention --------------------------------------------------------------------------------------
+
+CONVOLUTION, CHUNKS = "isobit.ops.causal_conv.triton", "isobit.ops.delta_rule.triton_chunks"
+convolution_leaks = Convolution(
+    twin(causal_conv, source(CONVOLUTION, ("inside & (row >= start)", "inside & (row >= 0)")))
+)
+convolution_gradient_leaks = Convolution(
+    twin(causal_conv, source(CONVOLUTION, ("(row + tap < stop)", "(row + tap < SIZE // C)")))
+)
+TERM_OF_TAP = "total + value * factor"
+convolution_in_16_bits = Convolution(
+    twin(causal_conv, source(CONVOLUTION, (TERM_OF_TAP, f"({TERM_OF_TAP}){NARROW}")))
+)
+NEW = "new = rate[:, None] * (given - fade * reads)"
+delta_in_16_bits = Rule(
+    twin(
+        delta_rule, source(CHUNKS, (NEW, f"new = (rate[:, None] * (given - fade * reads)){NARROW}"))
+    )
 )

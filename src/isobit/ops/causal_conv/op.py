@@ -136,4 +136,4 @@ def rows_of(x: Tensor, spans: Tensor | None) -> Samples:
 
 
 # Elementwise operations of torch, a few per tap: a native kernel would save passes over memory and change no bits.
-declare("causal_conv", register_formulas, native=False)
+declare("causal_conv", register_formulas, native=False, triton="isobit.ops.causal_conv.triton")

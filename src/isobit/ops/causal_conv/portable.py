@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from isobit import bits
+from isobit.ops.attesting import Call, wide_values
 from isobit.ops.portable.sums import round_once, widen
 from isobit.order.samples import Samples
 
@@ -65,3 +67,27 @@ def causal_conv_backward(
         for tap in range(count):
             terms[here, :, tap] = upstream[here] * window[tap : tap + length]
     return round_once(dx, x.dtype).reshape(x.shape), terms.reshape(*x.shape[:-1], -1)
+
+
+# Compare a GPU's convolution with this one, bit for bit; on the CPU there is no other.
+
+LENGTHS, CHANNELS, TAPS = (5, 0, 2), 19, 4
+
+
+def difference_on_gpu(dtype: torch.dtype, call: Call) -> str | None:
+    """Return what differs first, or None."""
+    generator = torch.Generator().manual_seed(TAPS)
+    samples = Samples(((1, LENGTHS[0]), (8, LENGTHS[1]), (6, LENGTHS[2])), 9, 0, 3)
+    x, grad = (wide_values((samples.rows, CHANNELS), dtype, generator) for _ in range(2))
+    weight = wide_values((CHANNELS, 1, TAPS), dtype, generator)
+    cached = wide_values((len(LENGTHS), TAPS - 1, CHANNELS), dtype, generator)
+    spans = torch.tensor(samples.spans, device="cpu")
+    for before in (None, cached):
+        found = call("causal_conv", x, weight, spans, before)
+        if not bits.equal(found, causal_conv(x, weight, samples, before)):
+            return "causal_conv"
+        made = call("causal_conv_backward", grad, x, weight, spans, before)
+        wanted = causal_conv_backward(grad, x, weight, samples, before)
+        if not all(bits.equal(a, b) for a, b in zip(made, wanted, strict=True)):
+            return "causal_conv's gradient"
+    return None

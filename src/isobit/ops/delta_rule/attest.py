@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from isobit import bits
-from isobit.ops.attesting import Call, call_native, wide_values
-from isobit.ops.delta_rule import portable
+from isobit.ops.attesting import Call, call_native, special_values, wide_values
+from isobit.ops.delta_rule import gates, portable
 
 # Two heads read one head of keys; a row of values is a vector and a tail.
 KEY_HEADS, HEADS, KEY, VALUE = 1, 2, 3, 18
@@ -61,3 +61,25 @@ def difference(dtype: torch.dtype, call: Call = call_native) -> str | None:
         if not bits.equal(a, b):
             return f"delta_rule's gradient of {name}"
     return None
+
+
+def difference_on_gpu(dtype: torch.dtype, call: Call) -> str | None:
+    """Return what differs first, or None: of the gates too, which have one executor on the CPU."""
+    generator = torch.Generator().manual_seed(2)
+    a, grad = (special_values((2, 81), dtype, generator) for _ in range(2))
+    log_rate, bias = (wide_values((81,), dtype, generator) for _ in range(2))
+    calls = (
+        ("sigmoid_gate", (a,)),
+        ("sigmoid_gate_backward", (grad, a)),
+        ("decay_gate", (a, log_rate, bias, None, 0)),
+    )
+    for name, given in calls:
+        wanted = getattr(gates, f"portable_{name}")(*given)
+        if not bits.equal(call(name, *given), wanted):
+            return name
+    finite = wide_values((2, 81), dtype, generator)  # terms are sums' operands: their NaN is any
+    made = call("decay_gate_backward", finite, finite, log_rate, bias)
+    wanted = gates.portable_decay_gate_backward(finite, finite, log_rate, bias)
+    if not all(bits.equal(x, y) for x, y in zip(made, wanted, strict=True)):
+        return "decay_gate's gradient"
+    return difference(dtype, call)

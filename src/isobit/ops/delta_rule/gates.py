@@ -12,7 +12,13 @@ from isobit.ops.portable import elementary
 from isobit.ops.portable.elementary import HIGHEST, exp_nonpositive, log_positive
 from isobit.ops.portable.samples import describe
 from isobit.ops.portable.sums import round_once, widen
-from isobit.ops.registration import portable_operator, register_operator
+from isobit.ops.registration import (
+    declare,
+    launch,
+    portable_operator,
+    register_operator,
+    rows_and_columns,
+)
 from isobit.ops.share import accumulation_dtype, as_partial, described_dtype, share_in_force
 from isobit.ops.summed_rows import sum_over_samples
 from isobit.order.samples import Samples
@@ -28,7 +34,7 @@ def sigmoid_gate(x: Tensor) -> Tensor:
         ArgumentError: If x is not a supported tensor.
     """
     check_tensors(x=x)
-    return torch.ops.isobit.portable_sigmoid_gate(x)  # type: ignore[no-any-return]
+    return launch("sigmoid_gate", rows_and_columns, x)  # type: ignore[no-any-return]
 
 
 def decay_gate(
@@ -51,7 +57,7 @@ def decay_gate(
         if a.dim() < 1 or tuple(tensor.shape) != (a.shape[-1],):
             refuse_shape(name, tensor, f"[{a.shape[-1] if a.dim() else 'H'}]", "pass one per head")
     spans, of = describe(samples, a, log_rate, bias)
-    return torch.ops.isobit.portable_decay_gate(a, log_rate, bias, spans, of)  # type: ignore[no-any-return]
+    return launch("decay_gate", rows_and_columns, a, log_rate, bias, spans, of)  # type: ignore[no-any-return]
 
 
 def exp_of(x: Tensor) -> Tensor:
@@ -104,49 +110,55 @@ def portable_decay_gate_backward(
     return round_once(by_bias, a.dtype), by_rate.contiguous(), by_bias.contiguous()
 
 
-def setup_sigmoid(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(inputs[0])
+def register_sigmoid(prefix: str) -> None:
+    """Register shapes and gradients of one executor's operators."""
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[0])
+
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        operator = getattr(torch.ops.isobit, f"{prefix}_backward")
+        return operator(grad, ctx.saved_tensors[0])  # type: ignore[no-any-return]
+
+    def fake(*given: Tensor) -> Tensor:
+        return given[-1].new_empty(given[-1].shape)
+
+    register_operator("sigmoid_gate", prefix, fake, backward, setup_context)
+    register_operator("sigmoid_gate", f"{prefix}_backward", fake)
 
 
-def backward_sigmoid(ctx: Any, grad: Tensor) -> Tensor:
-    return torch.ops.isobit.portable_sigmoid_gate_backward(grad, ctx.saved_tensors[0])  # type: ignore[no-any-return]
+def register_decay(prefix: str) -> None:
+    """Register shapes and gradients of one executor's operators."""
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[:4])
+        ctx.of, ctx.share = inputs[4], share_in_force()
+
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        a, log_rate, bias, spans = ctx.saved_tensors
+        operator = getattr(torch.ops.isobit, f"{prefix}_backward")
+        da, *terms = operator(grad, a, log_rate, bias)
+        found = []
+        for wanted, parameter, rows in zip(
+            ctx.needs_input_grad[1:3], (log_rate, bias), terms, strict=True
+        ):
+            total = sum_over_samples(rows, spans, ctx.of) if wanted else None
+            dtype = described_dtype(parameter.dtype, spans, ctx.of)
+            found.append(None if total is None else as_partial(round_once(total, dtype), ctx.share))
+        return da, *found, None, None
+
+    def fake(a: Tensor, *_: Any) -> Tensor:
+        return a.new_empty(a.shape, dtype=accumulation_dtype(a.dtype))
+
+    register_operator("decay_gate", prefix, fake, backward, setup_context)
+    register_operator(
+        "decay_gate",
+        f"{prefix}_backward",
+        lambda grad, a, *_: (a.new_empty(a.shape), fake(a), fake(a)),
+    )
 
 
-def setup_decay(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:4])
-    ctx.of, ctx.share = inputs[4], share_in_force()
-
-
-def backward_decay(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    a, log_rate, bias, spans = ctx.saved_tensors
-    da, *terms = torch.ops.isobit.portable_decay_gate_backward(grad, a, log_rate, bias)
-    found = []
-    for wanted, parameter, rows in zip(
-        ctx.needs_input_grad[1:3], (log_rate, bias), terms, strict=True
-    ):
-        total = sum_over_samples(rows, spans, ctx.of) if wanted else None
-        dtype = described_dtype(parameter.dtype, spans, ctx.of)
-        found.append(None if total is None else as_partial(round_once(total, dtype), ctx.share))
-    return da, *found, None, None
-
-
-def fake_decay(a: Tensor, *_: Any) -> Tensor:
-    return a.new_empty(a.shape, dtype=accumulation_dtype(a.dtype))
-
-
-register_operator(
-    "delta_rule",
-    "portable_sigmoid_gate",
-    lambda x: x.new_empty(x.shape),
-    backward_sigmoid,
-    setup_sigmoid,
-)
-register_operator(
-    "delta_rule", "portable_sigmoid_gate_backward", lambda grad, x: x.new_empty(x.shape)
-)
-register_operator("delta_rule", "portable_decay_gate", fake_decay, backward_decay, setup_decay)
-register_operator(
-    "delta_rule",
-    "portable_decay_gate_backward",
-    lambda grad, a, *_: (a.new_empty(a.shape), fake_decay(a), fake_decay(a)),
-)
+GATES = "isobit.ops.delta_rule.triton_gates"
+# Elementwise operations of torch have one result: a native kernel would change no bits.
+declare("sigmoid_gate", register_sigmoid, native=False, triton=GATES)
+declare("decay_gate", register_decay, native=False, triton=GATES)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from isobit.errors import ArgumentError, UnsupportedError
 from isobit.ops.arguments import check_tensors, refuse_shape
-from isobit.ops.delta_rule import portable
+from isobit.ops.delta_rule import gates, portable  # noqa: F401 (gates declares its operators)
 from isobit.ops.delta_rule.portable import CHUNK, Sizes, sizes_of, unpack
 from isobit.ops.portable.samples import describe, whole_samples
 from isobit.ops.registration import declare, launch, portable_operator, register_operator
@@ -21,7 +21,8 @@ class DeltaState:
     """What `isobit.delta_rule` carries from call to call: the state of each sample, and the rows of its open chunk.
 
     A chunk has 64 tokens of a sample. Until it is full, its rows are kept, so that a decoded token reads what it would
-    read in a prefill; then they are added to the state. So tokens can be dropped as far back as the chunk's start.
+    read in a prefill; then they are added to the state. So tokens can be dropped as far back as the chunk's start. It
+    begins on the CPU, and goes to the device of the first call's tensors.
 
     Args:
         samples: The number of samples.
@@ -102,7 +103,8 @@ class DeltaState:
         """
         found = object.__new__(DeltaState)
         chosen = rows.to("cpu", torch.int64)
-        found.sizes, found.packed = self.sizes, self.packed.index_select(0, chosen)
+        found.sizes = self.sizes
+        found.packed = self.packed.index_select(0, chosen.to(self.packed.device))
         found.counts = [self.counts[row] for row in chosen.tolist()]
         return found
 
@@ -187,7 +189,10 @@ def refuse_growth(g: Tensor) -> None:
     """Raise if a state would grow: exponentials are defined for decays only."""
     if g.is_meta or torch.compiler.is_compiling():
         return
-    if bool((g > 0).any()):
+    grows = (g > 0).any()
+    if g.is_cuda:  # seen when the device is synchronized: the host does not wait
+        torch._assert_async(~grows)
+    elif bool(grows):
         raise ArgumentError(
             expected="g of at most 0, the logarithm of a decay",
             received=f"up to {float(g.max()):g}",
@@ -280,4 +285,4 @@ def spans_in(v: Tensor, spans: Tensor | None) -> tuple[tuple[int, int], ...]:
     return whole_samples(v.select(-2, 0), spans).spans
 
 
-declare("delta_rule", register_formulas)
+declare("delta_rule", register_formulas, triton="isobit.ops.delta_rule.triton")

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from isobit.foundation import launches
-from isobit.ops import dispatch
 from isobit.ops.arguments import cast_for_autocast, check_tensors, refuse_shape
 from isobit.ops.derivatives import (
     check_derivatives,
@@ -23,9 +22,8 @@ from isobit.ops.derivatives import (
     refuse_vmap,
 )
 from isobit.ops.experts.routes import Routes, expert_spans
-from isobit.ops.gpu import executors
 from isobit.ops.linear.op import sizes_of
-from isobit.ops.registration import launch
+from isobit.ops.registration import PREFIXES, executor_of, launch
 from isobit.ops.share import as_partial, check_share, gradient_dtype, share_in_force
 
 
@@ -67,8 +65,6 @@ def grouped_linear(
     x, weight, bias = cast_for_autocast(x, weight, bias)
     check_tensors(x=x, weight=weight, bias=bias)
     check_grouped(x, weight, bias, routes, transposed)
-    if executors.is_asked_for((x, weight)):
-        executors.prepare("grouped_linear", x.dtype)  # raises: it has no Triton executor
     check_derivatives("grouped_linear", (x, weight, bias))
     check_share(routes.samples, weight, bias)
     arguments = (x, weight, bias, routes.tokens, routes.rows, routes.samples, transposed)
@@ -117,7 +113,8 @@ class _Grouped(torch.autograd.Function):
         samples: Any,
         transposed: bool,
     ) -> Tensor:
-        if dispatch.is_native(x.dtype) and not launches.is_recording():
+        executor = executor_of("linear", x.dtype, (x, weight))
+        if executor == "native" and not launches.is_recording():
             # The loop below in one call.
             found: Tensor = torch.ops.isobit.grouped_linear_forward(
                 x, weight, bias, list(rows), transposed
@@ -134,7 +131,7 @@ class _Grouped(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, weight, bias, tokens, ctx.rows, ctx.samples, ctx.transposed = inputs
         ctx.save_for_backward(x, weight, tokens)
-        ctx.prefix = "linear" if dispatch.is_native(x.dtype) else "portable_linear"
+        ctx.prefix = PREFIXES[executor_of("linear", x.dtype, (x, weight))] + "linear"
         ctx.has_bias, ctx.share = bias is not None, share_in_force()
 
     jvp = staticmethod(refuse_forward_mode("grouped_linear"))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from isobit.errors import ArgumentError
 from isobit.ops.arguments import check_tensors, refuse_shape
-from isobit.ops.experts import portable
+from isobit.ops.experts import portable, rows  # noqa: F401 (the folder's operators are declared together)
 from isobit.ops.experts.routes import Routes
 from isobit.ops.portable.samples import as_samples, check_rows, whole_samples
 from isobit.ops.registration import (
@@ -124,15 +124,14 @@ def register_formulas(prefix: str) -> None:
 
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         logits, experts = ctx.saved_tensors
-        # One gradient for all executors: its softmax is that of the executor that serves the dtype.
-        operator = torch.ops.isobit.portable_route_backward
+        operator = getattr(torch.ops.isobit, name)
         return operator(grad, logits, experts, *ctx.how), *[None] * 8
 
+    # One gradient for both executors of the CPU: its softmax is that of the executor that serves the dtype.
+    name = "triton_route_backward" if prefix == "triton_route" else "portable_route_backward"
     register_operator("route", prefix, empty, backward, setup_context)
-    if prefix == "portable_route":
-        register_operator(
-            "route", f"{prefix}_backward", lambda grad, logits, *_: logits.new_empty(logits.shape)
-        )
+    if prefix != "route":
+        register_operator("route", name, lambda grad, logits, *_: logits.new_empty(logits.shape))
 
 
 @portable_operator("portable_route")
@@ -159,4 +158,4 @@ def portable_route_backward(
     return portable.route_backward(grad, logits, experts, score, normalize, scale)
 
 
-declare("route", register_formulas)
+declare("route", register_formulas, triton="isobit.ops.experts.triton")

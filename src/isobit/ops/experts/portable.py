@@ -41,6 +41,7 @@ def softmax(x: Tensor) -> Tensor:
 
 
 Softmax = Callable[[Tensor], Tensor]
+Both = tuple[Softmax, Callable[[Tensor, Tensor], Tensor]]
 
 
 def softmax_backward(grad: Tensor, y: Tensor) -> Tensor:
@@ -48,6 +49,10 @@ def softmax_backward(grad: Tensor, y: Tensor) -> Tensor:
     native = dispatch.is_native(y.dtype)
     ops = torch.ops.isobit
     return ops.softmax_backward(grad, y) if native else portable_softmax_backward(grad, y)  # type: ignore[no-any-return]
+
+
+SERVING: Both = (softmax, softmax_backward)
+PORTABLE: Both = (portable_softmax, portable_softmax_backward)
 
 
 def score_logits(logits: Tensor, score: str, apply: Softmax = softmax) -> Tensor:
@@ -132,17 +137,23 @@ def is_padding(spans: Tensor | None, rows: int) -> Tensor:
 
 
 def route_backward(
-    grad: Tensor, logits: Tensor, experts: Tensor, score: str, normalize: bool, scale: float
+    grad: Tensor,
+    logits: Tensor,
+    experts: Tensor,
+    score: str,
+    normalize: bool,
+    scale: float,
+    executor: Both = SERVING,
 ) -> Tensor:
     """Return the gradient of the logits; that of a padded row is +0."""
-    count = logits.shape[1]
-    scores = score_logits(logits, score)
+    count, (apply, differentiate) = logits.shape[1], executor
+    scores = score_logits(logits, score, apply)
     padding = experts[:, :1] == count
     experts = experts.masked_fill(padding, 0)
     grad = widen(grad) * scale
     chosen = scores.gather(1, experts)
     if score == "softmax_of_chosen":
-        grad = softmax_backward(grad, softmax(chosen))
+        grad = differentiate(grad, apply(chosen))
     elif normalize and score != "sigmoid_of_chosen":
         total = weigh(chosen, score, normalize, 1.0)[1]
         grad = (grad - sum_slots(grad * (chosen / total))) / total
@@ -151,7 +162,7 @@ def route_backward(
         grad = grad * (values * complements)
     spread = torch.zeros_like(scores).scatter_(1, experts, grad)
     if score == "softmax":
-        spread = softmax_backward(spread, scores)
+        spread = differentiate(spread, scores)
     return round_once(torch.where(padding, 0.0, spread), logits.dtype)
 
 
@@ -208,7 +219,12 @@ def combine(
 
 
 def combine_backward(
-    grad: Tensor, rows: Tensor, weights: Tensor, places: Tensor, tokens: Tensor
+    grad: Tensor,
+    rows: Tensor,
+    weights: Tensor,
+    places: Tensor,
+    tokens: Tensor,
+    product: Callable[..., Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of rows [R, n] and of weights [T, k]; that of a weight is a sum over features."""
     upstream = widen(grad)[tokens]
@@ -217,20 +233,19 @@ def combine_backward(
     scales = torch.empty(len(rows), dtype=upstream.dtype, device="cpu")
     scales[at] = widen(weights).to(upstream.dtype).reshape(-1)[held]
     into_rows = round_once(upstream * scales.unsqueeze(1), rows.dtype)
-    sums = sum_features(upstream * widen(rows))
+    sums = sum_features(upstream * widen(rows), product)
     into_weights = torch.zeros(places.numel(), dtype=upstream.dtype, device="cpu")
     into_weights[held] = sums[at]
     return into_rows, round_once(into_weights, weights.dtype).view(places.shape)
 
 
-def sum_features(terms: Tensor) -> Tensor:
+def sum_features(terms: Tensor, product: Callable[..., Tensor] | None = None) -> Tensor:
     """Return [R], the sums of terms [R, n] as a product with ones, by the executor that serves their dtype."""
     ones = torch.ones(1, terms.shape[1], dtype=terms.dtype, device="cpu")
-    if dispatch.is_native(terms.dtype):
-        found: Tensor = torch.ops.isobit.linear(terms, ones, None, None, None, 0)
-    else:
-        found = portable_linear(terms, ones, None, None)
-    return found.squeeze(1)
+    if product is None:
+        native = dispatch.is_native(terms.dtype)
+        product = torch.ops.isobit.linear if native else portable_linear
+    return product(terms, ones, None, None, None, 0).squeeze(1)
 
 
 def dispatch_rows(x: Tensor, tokens: Tensor) -> Tensor:
@@ -279,4 +294,32 @@ def difference(dtype: torch.dtype, call: Call = call_native) -> str | None:
     made = call("dispatch_rows_backward", rows, experts, places, EXPERTS)
     if not bits.equal(made, combine(rows, None, experts, places, EXPERTS)):
         return "dispatch_rows' gradient"
+    return None
+
+
+def difference_on_gpu(dtype: torch.dtype, call: Call) -> str | None:
+    """Return what differs first, or None: of a GPU's own gradients too, which the CPU's executors share."""
+    found = difference(dtype, call)
+    if found is not None:
+        return found
+    generator = torch.Generator().manual_seed(CHOSEN)
+    logits = wide_values((TOKENS, EXPERTS), dtype, generator)
+    spans = torch.tensor([[0, 3], [4, 3]], device="cpu")
+    grad = wide_values((TOKENS, CHOSEN), torch.float32, generator)
+    for score in ("softmax", "sigmoid", "softmax_of_chosen", "sigmoid_of_chosen"):
+        how = (score, True, 2.5)
+        experts = route(logits, None, spans, CHOSEN, *how, 1, 1, portable_softmax)[1]
+        wanted = route_backward(grad, logits, experts, *how, PORTABLE)
+        if not bits.equal(call("route_backward", grad, logits, experts, *how), wanted):
+            return f"the gradient of route by {score}"
+    tokens = torch.tensor([0, 2, 1, 2], device="cpu")
+    places = torch.tensor([[0, -1], [2, -1], [1, 3]], device="cpu")
+    rows = wide_values((len(tokens), WIDTH), dtype, generator)
+    upstream, weights = (
+        wide_values((3, n), kind, generator) for n, kind in ((WIDTH, dtype), (2, torch.float32))
+    )
+    sums = combine_backward(upstream, rows, weights, places, tokens, portable_linear)
+    made = call("combine_backward", upstream, rows, weights, places, tokens)
+    if not all(bits.equal(a, b) for a, b in zip(made, sums, strict=True)):
+        return "combine's gradient"
     return None

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from isobit.errors import ArgumentError
+from isobit.foundation import backends
 from isobit.ops import dispatch
 from isobit.ops.portable.samples import as_samples, check_rows, whole_samples
 from isobit.order.samples import Samples
@@ -87,7 +88,7 @@ class Routes(NamedTuple):
     @classmethod
     def planned(cls, experts: Tensor, weights: Tensor, total: int, samples: Samples) -> Routes:
         """Return the routes of experts [T, k] that were checked, after finding their rows."""
-        if experts.is_cpu and dispatch.is_native(torch.float32):
+        if experts.is_cpu and backends.chosen() is None and dispatch.is_native(torch.float32):
             tokens, places, counts = torch.ops.isobit.plan_routes(experts, total)
             return cls(total, samples, experts, tokens, places, tuple(counts.tolist()), weights)
         flat, slots = experts.reshape(-1), experts.shape[1]
@@ -112,7 +113,11 @@ class Routes(NamedTuple):
 
 
 def expert_spans(tokens: Tensor, rows: tuple[int, ...], samples: Samples) -> Tensor:
-    """Return [E, samples, 2]: the first row of each sample among the rows of an expert, and the number of its rows."""
+    """Return [E, samples, 2]: the first row of each sample among the rows of an expert, and the number of its rows.
+
+    It is on the CPU: the host waits for tokens that are on a GPU.
+    """
+    tokens = tokens.cpu()
     owner = torch.repeat_interleave(
         torch.arange(len(rows), device="cpu"), torch.tensor(rows, device="cpu")
     )

@@ -130,10 +130,11 @@ def register_combine(prefix: str) -> None:
     """Register shapes and gradients of one executor's operators."""
 
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        # One gradient for all executors: its sum over features is that of the executor of linear.
-        operator = torch.ops.isobit.portable_combine_backward
+        operator = getattr(torch.ops.isobit, name)
         return *operator(grad, *ctx.saved_tensors), *[None] * 4
 
+    # One gradient for both executors of the CPU: its sum over features is that of the executor of linear.
+    name = "triton_combine_backward" if prefix == "triton_combine" else "portable_combine_backward"
     register_operator(
         "combine",
         prefix,
@@ -141,11 +142,11 @@ def register_combine(prefix: str) -> None:
         backward,
         setup_combine,
     )
-    if prefix != "portable_combine":
+    if prefix == "combine":
         return
     register_operator(
         "combine",
-        f"{prefix}_backward",
+        name,
         lambda grad, rows, weights, *_: (
             rows.new_empty(rows.shape),
             weights.new_empty(weights.shape),
@@ -185,5 +186,5 @@ def portable_combine_backward(
     return portable.combine_backward(grad, rows, weights, places, tokens)
 
 
-declare("dispatch_rows", register_dispatch)
-declare("combine", register_combine)
+declare("dispatch_rows", register_dispatch, triton="isobit.ops.experts.triton")
+declare("combine", register_combine, triton="isobit.ops.experts.triton")

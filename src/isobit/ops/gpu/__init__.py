@@ -9,6 +9,7 @@ The order of a kernel must be visible in its source, and the compiler must keep 
 - Kernels are compiled with `enable_fp_fusion=False`. A fused multiply-add is written as `tl.math.fma`.
 - Division is `tl.div_rn` and the square root `tl.sqrt_rn`; `tl.exp` and `tl.log` are approximations, so elementary.py
   has isobit's own.
+- `-x` is 0 − x, which is +0 for +0; where the sign of a zero counts, it is written `x * -1.0`.
 - Extents and row strides are `tl.constexpr`. With an extent at run time, loads are scalar and registers run out.
   The number of rows is not, and Triton does not specialise on it: one compiled kernel serves every batch.
 - The result of a `tl.dot` that starts from zero is never added to another tile directly: Triton would start the dot
