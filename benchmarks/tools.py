@@ -22,7 +22,7 @@ RECORD = ROOT / "docs/results/tools_scale.json"
 PICTURE = ROOT / "docs/pictures/tools_scale.svg"
 TOOLS = {  # unit, and sizes
     "compare checkpoints": ("MB", (8, 80, 800, 2400)),
-    "compare rollouts": ("tokens", (10_000, 100_000, 1_000_000, 10_000_000)),
+    "compare rollouts": ("tokens", (10_000, 100_000, 1_000_000, 10_000_000, 100_000_000)),
     "runlog": ("lines", (10_000, 100_000, 1_000_000)),
     "simulate, a step of DDP": ("ranks", (16, 64, 256, 1024)),
     "simulate, an all-reduce": ("ranks", (16, 64, 256, 1024)),
@@ -229,6 +229,11 @@ def slope(rows, column):
     return math.log(high / low) / math.log(b / a)
 
 
+def commit_of_now():
+    words = ["git", "rev-parse", "--short=8", "HEAD"]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+
 # ---- record and picture -------------------------------------------------------------------------------------
 
 WIDTH, HEIGHT, LEFT, TOP, GAP = 330, 150, 50, 66, 62
@@ -240,13 +245,8 @@ def write(found):
     from isobit.foundation.machine import fingerprint
     from isobit.order.plan import VERSION
 
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short=8", "HEAD"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
     record = {
-        "command": "python -m benchmarks.tools --write",
-        "commit": commit,
-        "date": datetime.date.today().isoformat(),
+        "command": "python -m benchmarks.tools TOOL --write",
         "machine": dataclasses.asdict(fingerprint(VERSION)),
         "columns": ["size", "CPU seconds", "wall seconds", "MB of growth", "CPU seconds of cmp"],
         "tools": {tool: found[tool] for tool in TOOLS if tool in found},
@@ -261,7 +261,7 @@ def draw(record):
 
     canvas = Canvas()
     canvas.text(LEFT, 22, "What the tools cost against the size of their input", "title")
-    machine = f"commit {record['commit']}, {record['date']}; two cores shared with other work"
+    machine = f"{record['machine']['cores']} cores shared with other work"
     canvas.text(LEFT, 40, f"blue: CPU seconds; orange: growth of memory in MB; {machine}", "quiet")
     for at, (tool, one) in enumerate(record["tools"].items()):
         place = LEFT + at % 2 * (WIDTH + 60), TOP + at // 2 * (HEIGHT + GAP) + 20
@@ -309,7 +309,7 @@ def main():
         return
     found = json.loads(RECORD.read_text())["tools"] if RECORD.exists() else {}
     for tool in words or TOOLS:
-        rows = []
+        rows, measured = [], (commit_of_now(), datetime.date.today().isoformat())
         for row in rows_of(tool):
             rows.append(row)
             size, cpu, wall, memory, *beside = row
@@ -322,7 +322,8 @@ def main():
         print(
             f"{tool}: grows with the power {powers[0]:.2f} in CPU time, {powers[1]:.2f} in memory"
         )
-        found[tool] = {"unit": TOOLS[tool][0], "rows": rows}
+        found[tool] = dict(zip(("commit", "date"), measured, strict=True))
+        found[tool] |= {"unit": TOOLS[tool][0], "rows": rows}
     if "--write" in sys.argv:
         write(found)
 
