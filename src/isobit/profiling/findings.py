@@ -294,20 +294,26 @@ def own_share(profile: Profile, rank: int, step: str) -> float:
             return 0.0
         own[process.rank] = own_time(process, step)
         if process.rank == rank:
-            ran = min(time.ran, own[rank]) if process.device == "CPU" else 0
+            ran = time.ran if process.device == "CPU" else 0
             least = own[rank] - ran + ran // SHARED
     others = [ns for other, ns in own.items() if other != rank]
     return (least - median_high(others)) / max(1, *own.values()) if others else 0.0
 
 
 def own_time(process: RankProfile, step: str) -> int:
-    """Return the nanoseconds of a step without what only collectives fill, and without lack of a core."""
+    """Return the nanoseconds of a step without what only collectives fill, and without lack of a core.
+
+    On a CPU it is at least the time that the main thread ran: while the host of a virtual machine has a core, threads
+    that are ready to run wait for it too, so that lack of a core may be counted twice.
+    """
     account = next((one for one in process.steps if one.step == step), None)
     time = process.core_times.get(step)
     if account is None:
         return 0
-    lost = time.lost if time is not None else 0
-    return max(0, account.total - account.parts.get(causes.EXPOSED, 0) - lost)
+    own = account.total - account.parts.get(causes.EXPOSED, 0)
+    if time is None:
+        return own
+    return max(time.ran if process.device == "CPU" else 0, own - time.lost)
 
 
 def chance(collectives: Sequence[Collective], rank: int) -> float:
