@@ -5,6 +5,7 @@ starts all ranks. A run is "cause@rank": that rank is slow for that cause. A cau
 "none" is a right run.
 """
 
+import json
 import subprocess
 import sys
 import time
@@ -71,7 +72,7 @@ def take_part(rank, ranks, folder, runs):
     dist.all_reduce(longest, op=dist.ReduceOp.MAX)
     computing, sleeping = longest.clamp(DELAY, LONGEST).tolist()
     if rank == 0:
-        Path(folder, "slept").write_text(str(sleeping))
+        Path(folder, "planted").write_text(json.dumps([computing * 1e9, sleeping * 1e9]))
     for word in runs.split():
         name, run = word.split("=")
         cause, _, late = run.partition("@")
