@@ -1,8 +1,9 @@
-"""What the tools cost against the size of their input: `python -m benchmarks.tools [TOOL …] [--write]`.
+"""What the tools cost against the size of their input: `python -m benchmarks.tools [TOOL …] [SIZE …] [--write]`.
 
 Each size runs in a process of its own: CPU seconds and wall seconds of the tool, and by how much resident memory grew.
 Checkpoints are compared next to `cmp` of the same two files, which are in the page cache. A slope is the power with
-which cost grows, by the last decade. With --write, the record and the picture of docs/explanation/scale.md are written.
+which cost grows, by the last decade. With --write, the record and the picture of docs/explanation/scale.md are written;
+rows of other tools, and of other sizes where sizes are given, stay as they are.
 """
 
 import dataclasses
@@ -22,7 +23,7 @@ RECORD = ROOT / "docs/results/tools_scale.json"
 PICTURE = ROOT / "docs/pictures/tools_scale.svg"
 TOOLS = {  # unit, and sizes
     "compare checkpoints": ("MB", (8, 80, 800, 2400)),
-    "compare rollouts": ("tokens", (10_000, 100_000, 1_000_000, 10_000_000)),
+    "compare rollouts": ("tokens", (10_000, 100_000, 1_000_000, 10_000_000, 100_000_000)),
     "runlog": ("lines", (10_000, 100_000, 1_000_000)),
     "simulate, a step of DDP": ("ranks", (16, 64, 256, 1024)),
     "simulate, an all-reduce": ("ranks", (16, 64, 256, 1024)),
@@ -45,18 +46,20 @@ def make_checkpoints(folder, size):
 
 
 def make_rollouts(folder, size):
+    """Write sequences that differ in their ids; their values repeat after a million tokens."""
     import numpy as np
 
     draw = np.random.default_rng(0)
-    sides = [(folder / f"{name}.jsonl").open("w") for name in "ab"]
-    for at in range(max(1, size // LENGTH)):
+    ends = []
+    for _ in range(min(max(1, size // LENGTH), 2000)):
         values = (-draw.random(LENGTH)).astype(np.float32)
-        for side, spoil in zip(sides, (0.0, 1e-3), strict=True):
-            ids = list(range(LENGTH))
-            spoiled = (values + np.float32(spoil) * values**2).astype(float).tolist()
-            side.write(json.dumps({"id": at, "token_ids": ids, "logprobs": spoiled}) + "\n")
-    for side in sides:
-        side.close()
+        both = [(values + np.float32(spoil) * values**2).astype(float) for spoil in (0.0, 1e-3)]
+        ids = list(range(LENGTH))
+        ends.append([json.dumps({"token_ids": ids, "logprobs": one.tolist()})[1:] for one in both])
+    with (folder / "a.jsonl").open("w") as a, (folder / "b.jsonl").open("w") as b:
+        for at in range(max(1, size // LENGTH)):
+            for side, end in zip((a, b), ends[at % len(ends)], strict=True):
+                side.write(f'{{"id": {at}, {end}\n')
 
 
 def make_log(folder, size):
@@ -210,9 +213,9 @@ def child(*words):
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
-def rows_of(tool):
+def rows_of(tool, sizes):
     """Yield size, CPU seconds, wall seconds, MB, and CPU seconds of `cmp` for checkpoints."""
-    for size in TOOLS[tool][1]:
+    for size in sizes:
         with tempfile.TemporaryDirectory() as folder:
             if tool in MAKE:
                 child("make", tool, folder, size)
@@ -229,6 +232,11 @@ def slope(rows, column):
     return math.log(high / low) / math.log(b / a)
 
 
+def commit_of_now():
+    words = ["git", "rev-parse", "--short=8", "HEAD"]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+
 # ---- record and picture -------------------------------------------------------------------------------------
 
 WIDTH, HEIGHT, LEFT, TOP, GAP = 330, 150, 50, 66, 62
@@ -240,13 +248,8 @@ def write(found):
     from isobit.foundation.machine import fingerprint
     from isobit.order.plan import VERSION
 
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short=8", "HEAD"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
     record = {
-        "command": "python -m benchmarks.tools --write",
-        "commit": commit,
-        "date": datetime.date.today().isoformat(),
+        "command": "python -m benchmarks.tools TOOL --write",
         "machine": dataclasses.asdict(fingerprint(VERSION)),
         "columns": ["size", "CPU seconds", "wall seconds", "MB of growth", "CPU seconds of cmp"],
         "tools": {tool: found[tool] for tool in TOOLS if tool in found},
@@ -261,7 +264,7 @@ def draw(record):
 
     canvas = Canvas()
     canvas.text(LEFT, 22, "What the tools cost against the size of their input", "title")
-    machine = f"commit {record['commit']}, {record['date']}; two cores shared with other work"
+    machine = f"{record['machine']['cores']} cores shared with other work"
     canvas.text(LEFT, 40, f"blue: CPU seconds; orange: growth of memory in MB; {machine}", "quiet")
     for at, (tool, one) in enumerate(record["tools"].items()):
         place = LEFT + at % 2 * (WIDTH + 60), TOP + at // 2 * (HEIGHT + GAP) + 20
@@ -308,9 +311,10 @@ def main():
         )
         return
     found = json.loads(RECORD.read_text())["tools"] if RECORD.exists() else {}
-    for tool in words or TOOLS:
-        rows = []
-        for row in rows_of(tool):
+    sizes = [int(word) for word in words if word.isdigit()]
+    for tool in [word for word in words if not word.isdigit()] or TOOLS:
+        rows, commit, date = [], commit_of_now(), datetime.date.today().isoformat()
+        for row in rows_of(tool, sizes or TOOLS[tool][1]):
             rows.append(row)
             size, cpu, wall, memory, *beside = row
             more = f"; cmp {beside[0]:.2f} s CPU" if beside else ""
@@ -318,11 +322,17 @@ def main():
                 f"{tool}, {size:,} {TOOLS[tool][0]}: {cpu:.2f} s CPU, {wall:.2f} s, {memory:+.0f} MB{more}",
                 flush=True,
             )
+        others = [
+            row for row in found.get(tool, {}).get("rows", ()) if sizes and row[0] not in sizes
+        ]
+        if others and found[tool]["commit"].split()[0] != commit:
+            commit = f"{found[tool]['commit'].split()[0]} to {commit}"
+        rows = sorted(others + rows)
         powers = slope(rows, 0), slope(rows, 2)
         print(
             f"{tool}: grows with the power {powers[0]:.2f} in CPU time, {powers[1]:.2f} in memory"
         )
-        found[tool] = {"unit": TOOLS[tool][0], "rows": rows}
+        found[tool] = {"commit": commit, "date": date, "unit": TOOLS[tool][0], "rows": rows}
     if "--write" in sys.argv:
         write(found)
 

@@ -5,6 +5,7 @@ starts all ranks. A run is "cause@rank": that rank is slow for that cause. A cau
 "none" is a right run.
 """
 
+import json
 import subprocess
 import sys
 import time
@@ -65,13 +66,13 @@ def take_part(rank, ranks, folder, runs):
     # A planted delay is several times as long as a right step, and one in which a rank sleeps as what the machine takes
     # from a step; one in which it computes is longer by itself where cores are rare.
     times = train(f"{folder}/calibration{rank}.json", "none", 0.0)
-    ran = 4 * median(ran for _, _, ran, _ in times) / 1e9
-    taken = 4 * median(main + stolen for main, _, _, stolen in times) / 1e9
+    ran = 4 * median(one["ran"] for one in times) / 1e9
+    taken = 4 * median(one["waited"] + one["stolen"] for one in times) / 1e9
     longest = torch.tensor([ran, ran + taken])
     dist.all_reduce(longest, op=dist.ReduceOp.MAX)
     computing, sleeping = longest.clamp(DELAY, LONGEST).tolist()
     if rank == 0:
-        Path(folder, "slept").write_text(str(sleeping))
+        Path(folder, "planted").write_text(json.dumps([computing * 1e9, sleeping * 1e9]))
     for word in runs.split():
         name, run = word.split("=")
         cause, _, late = run.partition("@")
@@ -89,7 +90,7 @@ def train(export, cause, delay):
     from torch import nn
     from torch.profiler import ProfilerActivity, profile, schedule
 
-    from isobit.profiling.recorded_rank import CoreWaits
+    from isobit.profiling.recorded_rank import CoreTimes
 
     square = torch.ones(768, 768)  # large, so that the time is in operators
     torch.mm(square, square)
@@ -133,7 +134,7 @@ def train(export, cause, delay):
     optimizer = Slow(model.parameters())
     once = schedule(wait=1, warmup=1, active=STEPS, repeat=1)
     message = torch.ones(int(6_000_000 * delay / DELAY) if cause == "messages" else 1)
-    clock, times = CoreWaits(), []
+    clock, times = CoreTimes(), []
     with profile(
         activities=[ProfilerActivity.CPU],
         schedule=once,

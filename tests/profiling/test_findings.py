@@ -4,7 +4,6 @@ import pytest
 
 from isobit.cli.main import main
 from isobit.profiling.api import profile
-from isobit.profiling.order_names import FAMILIES, order_of, tile_of
 from tests.profiling.planted_delays import LOADER
 from tests.profiling.synthetic import CORPUS, Chrome
 from tests.profiling.test_ranks import profiled, run_of
@@ -190,38 +189,6 @@ def test_one_rank_of_several_has_exposed_communication_that_cannot_be_told(tmp_p
     assert "communication-unknown" in names
     assert "slow-rank" not in names
     assert "exposed-communication" not in names
-
-
-@pytest.mark.parametrize(
-    ("kernel", "on", "tile"),
-    [
-        ("void splitKreduce_kernel<32, 16, int, float>", "shape", ""),
-        ("volta_scudnn_128x128_stridedB_splitK_small_nn_v1", "shape", "128x128"),
-        ("void at::native::indexing_backward_kernel<float, 4>(long const*)", "run", ""),
-        ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel", "run", ""),
-        ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64>>", "tile", ""),
-        ("void pytorch_flash::flash_fwd_splitkv_kernel<64>", "shape", ""),
-        ("void paged_attention_ll4mi_QKV_mfma16_kernel<bf16>", "shape", ""),
-        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevComm*)", "ranks", ""),
-        ("void gemv2T_kernel_val<int, float>", "shape", ""),
-        ("Cijk_Alik_Bljk_BBS_BH_UserArgs_MT256x192x64_GSU0", "unknown", "256x192x64"),
-        ("cutlass_80_tensorop_s1688gemm_64x64_streamk", "shape", "64x64"),
-        ("cutlass_80_tensorop_bf16_s16816gemm_bf16_128x64_64x4_nn_align8", "tile", "128x64x64"),
-        ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT", "tile", "128x256x64"),
-        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "tile", "128x128x64"),
-        ("bmm_MxE4m3_MxE2m1MxE4m3_Fp32_t128x16x256u2_s3_et128x16", "tile", "128x16x256"),
-        ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>", "shape", ""),
-        ("void at::native::vectorized_layer_norm_kernel<float>", "row length", ""),
-        ("void at::native::vectorized_elementwise_kernel<4>", "no sum", ""),
-        ("ncclDevKernel_AllGather_RING_LL", "no sum", ""),
-        ("ncclDevKernel_Generic", "unknown", ""),
-        ("triton__0d1d2d3d", "unknown", ""),
-        ("my_kernel", "unknown", ""),
-    ],
-)
-def test_names_of_kernels_say_what_is_known_of_their_order(kernel, on, tile):
-    assert (order_of(kernel).on, tile_of(kernel)) == (on, tile)
-    assert all(family.order.source and family.order.words for family in FAMILIES)
 
 
 def test_a_brick_has_the_order_of_its_kernels(tmp_path, capsys):

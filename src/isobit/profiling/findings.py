@@ -37,6 +37,7 @@ REMEDIES = {
     "slow-rank": "look at the named cause on that rank first; the network is not the reason",
     "exposed-communication": "overlap with compute (buckets, prefetch), or send less (dtype, sharding)",
     "communication-unknown": "record all ranks: one rank cannot tell waiting from moving",
+    "communication-not-judged": "record on an idle machine with a core for each rank and one for its threads that send",
     "pageable-copies": "use pinned memory (pin_memory=True) and non_blocking=True",
     "low-share-of-bound": "another layout, a fused kernel or another backend may be faster at these shapes",
     "casts": "keep one dtype through the block: look for .float(), norms in fp32 and autocast boundaries",
@@ -171,32 +172,82 @@ def of_collectives(profile: Profile) -> Iterator[Finding]:
         )
     # What compute hides is no cost; waiting is counted above.
     exposed = sum(rank.whole.parts.get(causes.EXPOSED, 0) for rank in profile.ranks)
-    moving = min(moving_of(profile, apart), exposed - waiting)
-    if total and moving >= MOVING * total:
+    moving = min(moving_of(apart), exposed - waiting)
+    if not total or moving < MOVING * total:
+        return
+    first = profile.ranks[0].rank
+    if certain_share(profile, apart) >= MOVING:
         detail = "data move after all ranks have arrived, and nothing hides it"
-        yield finding("exposed-communication", profile.ranks[0].rank, moving, total, detail)
+        yield finding("exposed-communication", first, moving, total, detail)
+    else:
+        waited = sum(t.senders_waited for rank in profile.ranks for t in rank.core_times.values())
+        detail = (
+            f"data move for {moving / total:.0%} of the steps, but the threads that send had no core for "
+            f"{waited / 1e6:,.3f} ms in all: what sending costs cannot be told on this machine"
+        )
+        said = finding("communication-not-judged", first, 0, total, detail, (), "info", "none")
+        yield replace(said, share=moving / total)
 
 
-def moving_of(profile: Profile, collectives: Sequence[Collective]) -> int:
+def moving_of(collectives: Sequence[Collective]) -> int:
     """Return the nanoseconds that data need to move: each collective takes as long as the fastest one like it.
 
-    What others take longer has another reason than their size: a host that did not get to it, or traffic of others. Of
-    few that are alike even the fastest may be such a one: then time in which the threads that send had no core is not
-    counted.
+    What others take longer has another reason than their size: a host that did not get to it, or traffic of others.
     """
     alike: dict[tuple[str, str, int], list[int]] = {}
     for one in collectives:
         alike.setdefault((one.name, one.detail, len(one.moves)), []).append(one.moving)
-    needed = sum(min(times) * len(times) for times in alike.values())
-    if min(map(len, alike.values()), default=0) >= ALIKE:
-        return needed
-    spent: Counter[str] = Counter()
-    for one in collectives:
-        spent[one.step] += one.moving
-    for rank in profile.ranks:
-        for step, time in rank.core_times.items():
-            spent[step] -= time.others
-    return min(needed, sum(max(0, ns) for ns in spent.values()))
+    return sum(min(times) * len(times) for times in alike.values())
+
+
+def certain_share(profile: Profile, collectives: Sequence[Collective]) -> float:
+    """Return the share of the steps in which data move for certain, if the ranks had had cores for all their threads.
+
+    On a CPU threads of the ranks move the data, so that collectives are slow if these threads have no core. Two things
+    are certain: what is longer than all of them together had no core for; and what a thread needs to send, which is
+    half of the time that it ran, as programs that share a core slow each other down. The host of a virtual machine may
+    take the core away while a thread runs, so that of some steps with the same collectives the shortest time counts.
+    """
+    if any(rank.device != "CPU" or not rank.core_times for rank in profile.ranks):
+        return 1.0
+    steps: dict[str, list[Collective]] = {
+        one.step: [] for rank in profile.ranks for one in rank.steps
+    }
+    for collective in collectives:
+        if collective.step in steps:
+            steps[collective.step].append(collective)
+    groups: dict[tuple[tuple[str, str], ...], list[tuple[int, int]]] = {}
+    for step, found in steps.items():
+        kind = tuple((one.name, one.detail) for one in found)
+        groups.setdefault(kind, []).append(certain_moving(profile, step, found))
+    moving = 0
+    for bounds in groups.values():
+        beyond, sent = (min(times) for times in zip(*bounds, strict=True))
+        moving += len(bounds) * (max(beyond, sent) if len(bounds) >= ALIKE else beyond)
+    own = sum(own_time(rank, step) for rank in profile.ranks for step in steps)
+    return moving / (own + moving) if moving else 0.0
+
+
+def certain_moving(
+    profile: Profile, step: str, collectives: Sequence[Collective]
+) -> tuple[int, int]:
+    """Return lower bounds of the nanoseconds that data moved in a step on all ranks.
+
+    The first is by what lack of cores leaves, the second by the time that the busiest sending thread ran; it may have
+    run while its rank waited for the last one.
+    """
+    times = {rank.rank: rank.core_times.get(step) for rank in profile.ranks}
+    known = {rank: time for rank, time in times.items() if time is not None}
+    if len(known) < len(times):
+        return 0, 0
+    moves = {rank: sum(one.moves.get(rank, 0) for one in collectives) for rank in known}
+    waits = {rank: sum(one.waits.get(rank, 0) for one in collectives) for rank in known}
+    lack = sum(time.senders_waited + time.stolen for time in known.values())
+    needed = max(time.senders_ran - waits[rank] for rank, time in known.items()) // SHARED
+    return (
+        sum(max(0, ns - lack) for ns in moves.values()),
+        sum(max(0, min(ns, needed)) for ns in moves.values()),
+    )
 
 
 def most_waited_for(collectives: Sequence[Collective]) -> tuple[int, int]:
@@ -238,16 +289,31 @@ def own_share(profile: Profile, rank: int, step: str) -> float:
     own: dict[int, int] = {}
     least = 0
     for process in profile.ranks:
-        account = next((one for one in process.steps if one.step == step), None)
         time = process.core_times.get(step)
-        if account is None or time is None:
+        if time is None or step not in {one.step for one in process.steps}:
             return 0.0
-        own[process.rank] = max(0, account.total - account.parts.get(causes.EXPOSED, 0) - time.lost)
+        own[process.rank] = own_time(process, step)
         if process.rank == rank:
-            ran = min(time.ran, own[rank]) if process.device == "CPU" else 0
+            ran = time.ran if process.device == "CPU" else 0
             least = own[rank] - ran + ran // SHARED
     others = [ns for other, ns in own.items() if other != rank]
     return (least - median_high(others)) / max(1, *own.values()) if others else 0.0
+
+
+def own_time(process: RankProfile, step: str) -> int:
+    """Return the nanoseconds of a step without what only collectives fill, and without lack of a core.
+
+    On a CPU it is at least the time that the main thread ran: while the host of a virtual machine has a core, threads
+    that are ready to run wait for it too, so that lack of a core may be counted twice.
+    """
+    account = next((one for one in process.steps if one.step == step), None)
+    time = process.core_times.get(step)
+    if account is None:
+        return 0
+    own = account.total - account.parts.get(causes.EXPOSED, 0)
+    if time is None:
+        return own
+    return max(time.ran if process.device == "CPU" else 0, own - time.lost)
 
 
 def chance(collectives: Sequence[Collective], rank: int) -> float:

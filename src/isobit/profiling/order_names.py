@@ -39,108 +39,133 @@ def family(pattern: str, on: str, words: str, source: str) -> Family:
     return Family(re.compile(pattern, re.I), Order(on, words, source))
 
 
-# The first that matches counts: what splits a sum comes before what computes a tile of it.
+# The first that matches counts: atomics before what splits a sum, and that before what computes a tile of it. A source
+# that could not be opened when the family was written says so. Names of Triton's kernels are those of Python functions,
+# which anyone may launch with any tile: they belong to a family only where its source is named. tests/profiling/
+# test_order_names.py compares families with what `isobit certify` finds.
 FAMILIES = (
-    family(
-        r"splitKreduce|split_?k_?reduce|reduceSplitK|_splitK_|splitk_gemm",
-        SHAPE,
-        "split-K: the number of partial sums depends on the shape",
-        "cuBLAS and cuDNN: heuristics choose split-K by the sizes of a product",
-    ),
-    family(
-        r"stream_?k",
-        SHAPE,
-        "stream-K: where a sum is cut depends on the shape and the number of processors",
-        "Osama et al., Stream-K, PPoPP 2023",
-    ),
-    family(
-        r"^Cijk_",
-        UNKNOWN,
-        "cannot be told from the name: split-K (GSU) is an argument at run time",
-        "Tensile: GlobalSplitU with UserArgs",
-    ),
     family(
         r"indexing_backward|embedding_backward(?!.*(?:sort|segment|codegen))|scatter_add|index_add|index_put.*accum|"
         r"atomic",
         RUN,
         "atomics: the order differs from run to run",
-        "torch.use_deterministic_algorithms, list of operators",
+        "docs.pytorch.org, torch.use_deterministic_algorithms: list of operators",
+    ),
+    family(
+        r"split_?k(?!v)|reduceSplitK",
+        SHAPE,
+        "split-K: the number of partial sums depends on the shape",
+        "cuBLAS 12.1 manual, 4.1.4: bits may differ with the number of processors; which sizes are split is not "
+        "published",
+    ),
+    family(
+        r"stream_?k",
+        SHAPE,
+        "stream-K: where a sum is cut depends on the shape and the number of processors",
+        "Osama et al., Stream-K, PPoPP 2023, arXiv:2301.03598, abstract",
+    ),
+    family(
+        r"^Cijk_",
+        UNKNOWN,
+        "cannot be told from the name: split-K (GSU) is an argument at run time",
+        "rocm.docs.amd.com, Tensile, kernel parameters: GlobalSplitU; not opened: UserArgs",
     ),
     family(
         r"(?:flash|fmha|attn).*bwd|flash_bwd",
         RUN,
         "atomics in the gradient of the queries, unless deterministic=True",
-        "flash-attention: deterministic backward",
+        "flash-attention, flash_attn_interface.py: deterministic",
     ),
     family(
-        r"flash_fwd_splitkv|splitkv|paged_attention|BatchDecodeWith|decode_att|kernel_unified_attention_3d",
+        r"flash_fwd_splitkv|splitkv|paged_attention|BatchDecodeWith|decode_att|kernel_unified_attention_3d|"
+        r"^_fwd_(?:grouped_)?kernel_stage[12]$",
         SHAPE,
         "split keys: how many parts a row's keys have depends on their length, the batch and the processors",
-        "flash-attention num_splits_heuristic; vLLM paged_attention_v2; FlashInfer's plan",
+        "flash-attention num_splits_heuristic(batch * heads * blocks, processors, …); vLLM paged_attn.py use_v1 and "
+        "triton_decode_attention.py; FlashInfer scheduler.cuh PartitionPagedKVCacheBinarySearchMinNumPagePerBatch",
     ),
     family(
         r"flash_fwd|fmha.*(?:fwd|prefill)|^attn_fwd",
         TILE,
-        "keys are added in tiles of one size, in their order; the tile is chosen by head size, mask and device",
-        "flash-attention: run_mha_fwd_hdim*, kBlockN",
+        "keys are added in tiles of one size, in order; the tile is chosen by head size, dropout, mask and device",
+        "flash-attention, flash_fwd_launch_template.h: run_mha_fwd_hdim*, kBlockN",
     ),
     family(
         r"nccl.*(?:AllReduce|ReduceScatter|_Reduce_)|all_?reduce_kernel|cross_device_reduce",
         RANKS,
         "reduction over ranks: the order depends on their number, the algorithm and the size",
-        "NCCL: ring and tree algorithms are chosen by size and topology; vLLM and torch: one or two shots by size",
+        "github.com/NVIDIA/nccl/issues/754: chosen by nodes, GPUs per node, size and bandwidth; vLLM "
+        "custom_all_reduce.cuh: one or two stages by size",
     ),
     family(
         r"ncclDevKernel_Generic",
         UNKNOWN,
         "cannot be told from the name: RCCL runs every collective under it",
-        "RCCL: one generic kernel",
+        "rccl, src/device/common.h: ncclDevKernel_Generic, which calls by funcIndex",
     ),
     family(
         r"\bgemv|gemmSN|gemmk1|::dot_kernel",
         SHAPE,
         "the path of few rows: larger batches use another kernel",
-        "cuBLAS: gemv and small-N kernels serve products with few rows",
+        "not opened: cuBLAS has gemv and small-N kernels for products with few rows",
     ),
     family(
         r"fused_moe_kernel|moe_gemm|^bmm_\w+_t\d+x\d+x\d+",
         TILE,
         "the tile is chosen by the number of tokens of an expert",
-        "vLLM get_default_config and tuned JSON files by M; TensorRT-LLM tile_tokens_dim",
+        "vLLM fused_moe.py; not opened: its tuned JSON files by M, TensorRT-LLM tile_tokens_dim",
     ),
     family(
         r"wgrad|dgrad|scudnn|winograd|convolve|implicit_gemm|igemm_|conv_fwd|bwd_weight",
         SHAPE,
         "the algorithm of a convolution is chosen by its shapes, or by a search",
-        "cuDNN heuristics and torch.backends.cudnn.benchmark; MIOpen's find mode",
+        "docs.pytorch.org, notes/randomness: cuDNN benchmarks algorithms per set of sizes; not opened: MIOpen's find "
+        "mode",
     ),
     family(
         r"gemm|nvjet|cutlass.*Kernel|_xmma_|wmma",
         TILE,
-        "the tile is chosen by the sizes of the product, and with it how a sum is cut",
-        "cuBLAS: cublasLtMatmulAlgoGetHeuristic; bitwise results only for equal shapes and devices",
+        "the tile is chosen by the sizes of the product, and a sum may be cut with it",
+        "cuBLAS 12.1 manual, 4.1.4; docs.nvidia.com/cuda/cublasdx, warnings: bits may differ with SM, threads and "
+        "leading dimensions",
     ),
     family(
         r"batch_norm_(?:collect|backward)|bn_(?:fw_tr|bw)|GammaBetaBackward|layer_norm_grad_gamma|::reduce_kernel",
         SHAPE,
         "a sum over rows: how many threads and blocks share it depends on their number",
-        "ATen Reduce.cuh setReduceConfig, Normalization.cuh, layer_norm_kernel.cu; cuDNN",
+        "ATen, Reduce.cuh: setReduceConfig, by the numbers of outputs and of inputs per output; not opened: "
+        "Normalization.cuh, cuDNN",
     ),
     family(
-        r"layer_norm|rms_?norm|RowwiseMoments|softmax_warp|cunn_SoftMax|softmax.*forward",
+        r"^triton_(?:poi|for)_(?!.*(?:scatter|index_put|index_add|embedding|bag))",  # these have atomics
+        NO_SUM,
+        "adds nothing over elements",
+        "torch/_inductor/wrapper_benchmark.py: poi is pointwise, for is foreach",
+    ),
+    family(
+        r"^triton_(?:red|per)_",
+        SHAPE,
+        "a sum of a compiled graph: its blocks are chosen by sizes, and some by a search",
+        "torch/_inductor/runtime/triton_heuristics.py: reduction and persistent_reduction",
+    ),
+    family(
+        r"(?=.*::).*(?:layer_norm|rms_?norm|RowwiseMoments|softmax_warp|cunn_SoftMax|softmax.*forward)",
         ROW,
-        "one row at a time: the order depends on the row's length alone",
-        "ATen layer_norm_kernel.cu, PersistentSoftmax.cuh: a warp or a block per row",
+        "one row at a time: the order depends on the row's length, and on whether it is aligned for wide loads",
+        "ATen, layer_norm_kernel.cu and PersistentSoftmax.cuh: a warp or a block per row; not opened: norms of vLLM "
+        "and SGLang",
     ),
     family(
         r"elementwise|multi_tensor_apply|CatArray|[Cc]opy|permute_|transpose|nchwToNhwc|nhwcToNchw|rotary|act_and_mul|"
         r"store_kvcache|max_pool|RadixSort|AllGather|SendRecv|AllToAll|Broadcast|linearize_index|bounds_check",
         NO_SUM,
         "adds nothing over elements",
-        "ATen Loops.cuh: one thread per element; copies, sorts and exchanges only move",
+        "not opened: ATen Loops.cuh has one thread per element; copies, sorts and exchanges only move",
     ),
 )
-NOT_KNOWN = Order(UNKNOWN, "unknown: the name belongs to no family")
+NOT_KNOWN = Order(
+    UNKNOWN, "unknown: the name belongs to no family; isobit certify decides it for a Triton kernel"
+)
 # Rows x columns, and where the name has it x depth, of the tile that one group of threads computes.
 TILES = (
     re.compile(r"MT(\d+x\d+x\d+)"),

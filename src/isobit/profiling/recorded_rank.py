@@ -18,30 +18,35 @@ POLL = 0.02  # seconds
 PATIENCE = 600.0  # seconds for the other ranks to write their traces
 
 
-class CoreWaits:
+class CoreTimes:
     """Notes in the trace, at the end of each step, what the machine took from it.
 
     Without it, a machine that is busy with other programs looks like a slow program. Linux counts per thread how long
-    it ran and how long it was ready and had no core; of a virtual machine, also how long others had its core.
+    it ran and how long it was ready and had no core; of a virtual machine, also how long others had its core. Threads
+    that send are those of gloo; of another library, all but the main one may be, and how long they send is not known.
     """
 
     def __init__(self) -> None:
         self.before = self.threads()
         self.stolen = self.steal()
 
-    def threads(self) -> tuple[int, int, int]:
-        """Return the nanoseconds that the main thread, and all, waited for a core, and that the main one ran."""
-        main, every, ran = 0, 0, 0
+    def threads(self) -> dict[str, tuple[str, int, int]]:
+        """Return the name of each thread, and the nanoseconds that it ran and that it had no core."""
+        found = {}
         try:
-            for thread in os.listdir("/proc/self/task"):
-                with open(f"/proc/self/task/{thread}/schedstat", encoding="ascii") as file:
-                    running, waited = map(int, file.read().split()[:2])
-                if int(thread) == os.getpid():
-                    main, ran = waited, running
-                every += waited
-        except (OSError, ValueError):  # not Linux, or a thread that has just ended
-            return 0, 0, 0
-        return main, every, ran
+            numbers = os.listdir("/proc/self/task")
+        except OSError:  # not Linux
+            return {}
+        for number in numbers:
+            try:
+                with open(f"/proc/self/task/{number}/comm", "rb") as file:
+                    name = file.read().decode("ascii", "replace")
+                with open(f"/proc/self/task/{number}/schedstat", encoding="ascii") as file:
+                    ran, waited = map(int, file.read().split()[:2])
+            except (OSError, ValueError):  # a thread that has just ended
+                continue
+            found[number] = (name, ran, waited)
+        return found
 
     def steal(self) -> list[int]:
         """Return the nanoseconds that the host of a virtual machine took from each core."""
@@ -52,20 +57,30 @@ class CoreWaits:
         except (OSError, ValueError, IndexError):
             return []
 
-    def mark(self) -> tuple[int, int, int, int]:
+    def mark(self) -> dict[str, int]:
         """Write an annotation at the end of a step, and return its nanoseconds."""
         from torch.profiler import record_function
 
         now, stolen = self.threads(), self.steal()
-        main, every, ran = (max(0, a - b) for a, b in zip(now, self.before, strict=True))
+        spent = {}
+        for number, (name, ran, waited) in now.items():
+            _, ran_before, waited_before = self.before.get(number, (name, 0, 0))
+            spent[number] = (name, ran - ran_before, waited - waited_before)
+        _, ran, waited = spent.pop(str(os.getpid()), ("", 0, 0))
+        gloo = [times for times in spent.values() if "gloo" in times[0]]
         taken = max((a - b for a, b in zip(stolen, self.stolen, strict=False)), default=0)
         self.before, self.stolen = now, stolen
-        words = (
-            f"waited {main} ns for a core, all threads {every} ns, ran {ran} ns, stolen {taken} ns"
-        )
-        with record_function(f"isobit: {words}"):
+        found = {
+            "ran": ran,
+            "waited": waited,
+            "senders_ran": max((times[1] for times in gloo), default=0),
+            "senders_waited": sum(times[2] for times in gloo or spent.values()),
+            "stolen": max(0, taken),
+        }
+        words = ", ".join(f"{name} {ns}" for name, ns in found.items())
+        with record_function(f"isobit: core times in ns: {words}"):
             pass
-        return main, every, ran, taken
+        return found
 
 
 class Recorded(BaseException):
@@ -86,7 +101,7 @@ class Recorder:
         self.optimizer: Any = None
         self.depth, self.is_done = 0, False
         self.began, self.plain = time.perf_counter_ns(), 0  # of a step without the profiler
-        self.steps, self.waits = 0, CoreWaits()
+        self.steps, self.waits = 0, CoreTimes()
         activities = [ProfilerActivity.CPU]
         if is_available():
             activities.append(ProfilerActivity.CUDA)

@@ -138,22 +138,24 @@ class CoreTime:
 
     Attributes:
         wall: How long the step took.
-        main: How long its main thread was ready to run and had no core.
-        others: The same of its other threads, added up.
-        ran: How long the main thread had a core.
+        ran: How long its main thread had a core.
+        waited: How long its main thread was ready to run and had no core.
+        senders_ran: How long the one of its threads that send and receive had a core that had it longest.
+        senders_waited: How long these threads were ready to run and had no core, added up.
         stolen: How long the host of a virtual machine used a core for others, of the core from which it took most.
     """
 
     wall: int
-    main: int
-    others: int
     ran: int
+    waited: int
+    senders_ran: int
+    senders_waited: int
     stolen: int
 
     @property
     def lost(self) -> int:
         """How long the main thread had no core, at most."""
-        return min(self.wall, self.main + self.stolen)
+        return min(self.wall, self.waited + self.stolen)
 
 
 @dataclass(frozen=True)

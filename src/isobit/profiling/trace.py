@@ -451,8 +451,9 @@ def steps_of(trace: Trace) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-CORE_WAIT = re.compile(
-    r"isobit: waited (\d{1,18}) ns for a core, all threads (\d{1,18}) ns, ran (\d{1,18}) ns, stolen (\d{1,18}) ns"
+CORE_TIMES = re.compile(
+    r"isobit: core times in ns: ran (\d{1,18}), waited (\d{1,18}), senders_ran (\d{1,18}), "
+    r"senders_waited (\d{1,18}), stolen (\d{1,18})"
 )
 
 
@@ -462,19 +463,12 @@ def core_times_of(trace: Trace, steps: Iterable[Step]) -> dict[str, CoreTime]:
     marks = sorted(
         (event.start, *map(int, match.groups()))
         for event in trace.host_slices
-        if event.kind == "note" and (match := CORE_WAIT.fullmatch(event.name))
+        if event.kind == "note" and (match := CORE_TIMES.fullmatch(event.name))
     )
     for step in steps:
         index = bisect_right(marks, step.end, key=lambda mark: mark[0]) - 1
         if index >= 0 and marks[index][0] >= step.start:
-            _, main, every, ran, stolen = marks[index]
-            found[step.name] = CoreTime(
-                wall=step.end - step.start,
-                main=main,
-                others=max(0, every - main),
-                ran=ran,
-                stolen=stolen,
-            )
+            found[step.name] = CoreTime(step.end - step.start, *marks[index][1:])
     return found
 
 
