@@ -560,6 +560,39 @@ def test_merges_that_are_not_repeated_are_refused_by_name(tmp_path, sources):
         check_merged(path, places[:3], config(tmp_path / "m.yaml", "ties", MODELS))
 
 
+HOSTILE_MERGES = {
+    "deep": "[" * 3000,
+    "models that are numbers": "merge_method: linear\nmodels: [1, 2]",
+    "models that are one text": "merge_method: linear\nmodels: abc",
+    "slices that are numbers": "merge_method: linear\nslices: [5]",
+    "sources that are numbers": "merge_method: linear\nslices: [{sources: [5]}]",
+    "a weight that is a text": "merge_method: linear\nmodels: [{model: a, parameters: {weight: x}}]",
+    "a weight of mixed kinds": "merge_method: linear\nmodels: [{model: a, parameters: {weight: [1, {}]}}]",
+    "no weights": "merge_method: linear\nmodels: [{model: a, parameters: {weight: []}}]",
+    "nan": "merge_method: linear\nmodels: [{model: a, parameters: {weight: .nan}}]",
+    "infinity": "merge_method: slerp\nbase_model: base\nmodels: [{model: a}]\nparameters: {t: .inf}",
+    "filters without end": "merge_method: linear\nmodels: [{model: a, parameters: &p {weight: {value: *p}}}]",
+    "the base alone": "merge_method: ties\nbase_model: base\nmodels: [{model: base}]",
+}
+
+
+@pytest.mark.parametrize("how", HOSTILE_MERGES)
+def test_hostile_configurations_of_merges_raise(how, tmp_path, sources):
+    (tmp_path / "m.yaml").write_text(HOSTILE_MERGES[how])
+    path = write(tmp_path / "merged", merged("linear"))
+    with pytest.raises(ArgumentError):
+        check_merged(path, sources(torch.bfloat16), tmp_path / "m.yaml")
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64])
+def test_scales_that_are_no_numbers_of_a_float_dtype_raise(dtype, tmp_path):
+    base, tensors = write(tmp_path / "base", model()), quantised(gptq)
+    name = next(name for name in tensors if name.endswith("scales"))
+    tensors[name] = tensors[name].to(dtype)
+    with pytest.raises(ArgumentError, match="shapes and dtypes that fit"):
+        check_quantised(write(tmp_path / "q", tensors), base)
+
+
 def test_the_command_prints_tensor_and_cause(tmp_path, capsys):
     base = write(tmp_path / "base", model())
     tensors = quantised(gptq)

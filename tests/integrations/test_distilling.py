@@ -175,6 +175,73 @@ def test_wrong_teacher_stores_are_named(tmp_path):
         TeacherStore(path).batch(list(samples)[::-1], ids, mask)
 
 
+# Metadata of a store that is changed; a tensor of sample s0 that is written instead.
+FORGED = {
+    "no tokens": {"tokens": None},
+    "no teacher": {"teacher": None},
+    "no count": {"count": None},
+    "deep tokens": {"tokens": "[" * 100_000},
+    "a list of tokens": {"tokens": "[]"},
+    "a count that is no number": {"count": "six"},
+    "no words": {"count": "0"},
+    "more words than there are": {"count": str(10**12)},
+    "no temperature": {"temperature": "nan"},
+    "a missing tensor": {"s0.ids": None},
+    "an entry for every token": {"s0.ids": lambda t: t[:1], "s0.logprobs": lambda t: t[:1]},
+    "a token less": {"s0.ids": lambda t: t[1:], "s0.logprobs": lambda t: t[1:]},
+    "a word for every word": {"s0.ids": lambda t: t[:, :1], "s0.logprobs": lambda t: t[:, :1]},
+    "ids that are no integers": {"s0.ids": lambda t: t + 0.5},
+    "rounded": {"s0.logprobs": lambda t: t.bfloat16()},
+    "no probabilities": {"s0.logprobs": lambda t: t.abs()},
+    "nan": {"s0.logprobs": lambda t: t * float("nan")},
+    "words of another vocabulary": {"s0.ids": lambda t: t + 1000},
+    "a word twice": {"s0.ids": lambda t: t * 0},
+}
+
+
+def words_of(path, ids):
+    return TeacherStore(path).batch(["s0"], ids, torch.ones_like(ids))
+
+
+@pytest.mark.parametrize("how", FORGED)
+def test_forged_teacher_stores_raise(how, tmp_path):
+    """A store that does not fit is not trained on: an entry of one token would be broadcast to all others."""
+    student, teacher = models()
+    ids = draw_samples(SMALL, 0)[0][None]
+    path = store_of(tmp_path, teacher, {"s0": ids[0]})
+    assert len(words_of(path, ids)) == 2
+    tensors, about = load_file(path), dict(TeacherStore(path).about)
+    for key, value in FORGED[how].items():
+        held = tensors if key in tensors else about
+        held[key] = value(tensors[key]).contiguous() if callable(value) else value
+        if value is None:
+            del held[key]
+    save_file(tensors, path, metadata=about)
+    with pytest.raises(ArgumentError):
+        distil(student, words_of(path, ids), ids, temperature=2.0)
+
+
+def test_what_does_not_fit_to_a_teachers_words_raises(tmp_path):
+    student, teacher = models()
+    ids = draw_samples(SMALL, 0)[0][None]
+    store = TeacherStore(store_of(tmp_path, teacher, {"s0": ids[0]}))
+    for words in (
+        store.batch(["s0"], ids, torch.ones_like(ids)),
+        most_likely(teacher, ids, count=3),
+    ):
+        other = 3 - words.temperature
+        distil(student, words, ids, temperature=words.temperature)
+        with pytest.raises(ArgumentError, match="ask the teacher again at"):
+            distil(student, words, ids, temperature=other)
+    with pytest.raises(ArgumentError, match="a sample id for each row"):
+        store.batch(["s0"], ids.repeat(2, 1), torch.ones(2, ids.shape[1]))
+    for count in (0, 1000):
+        with pytest.raises(ArgumentError, match="the words of the teacher"):
+            most_likely(teacher, ids, count=count)
+    with pytest.raises(ArgumentError, match="a positive temperature"):
+        most_likely(teacher, ids, count=3, temperature=0.0)
+
+
 def test_perplexity_is_one_number():
     """FALSIFY-ALBOR-009: the same for every batch size, order and number of ranks."""
     _, teacher = models()

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import isobit
+from isobit import bits
 from isobit.foundation import launches, native
 from isobit.foundation.launches import Launch, record_launches
 from isobit.ops import dispatch
@@ -52,6 +53,28 @@ def test_compiled_code_is_not_seen():
     with record_launches() as seen:
         torch.compile(lambda x: softmax(isobit.linear(x, W)), fullgraph=True, backend="eager")(X)
     assert seen == []
+
+
+HEADS = torch.randn(1, 5, 2, 16)
+BREAKING = {
+    "attention": lambda x: isobit.attention(HEADS * x, HEADS * x, HEADS, is_causal=True),
+    "linear_group": lambda x: torch.cat(isobit.linear_group(x * X, [W, W])),
+    "linear_cross_entropy": lambda x: isobit.linear_cross_entropy(x * X[0], W, torch.arange(3)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch, where a graph goes on after a break
+@pytest.mark.parametrize("name", BREAKING)
+def test_operators_that_break_the_graph_have_the_eager_bits(name):
+    """They decide by values, which a graph cannot: what is around them is compiled."""
+    function, x = BREAKING[name], torch.tensor(1.5, requires_grad=True)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: function(x + 1).square(), backend="aot_eager")
+    with_gradients = [
+        (y.detach(), *torch.autograd.grad(y.sum(), x))
+        for y in (function(x + 1).square(), compiled(x))
+    ]
+    assert all(bits.equal(*pair) for pair in zip(*with_gradients, strict=True))
 
 
 @pytest.mark.skipif(not dispatch.has_native(), reason="no native kernels")

@@ -151,12 +151,12 @@ def test_opcheck():
         )
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("function", [rms_norm, layer_norm], ids=lambda f: f.__name__)
-def test_compiles_whole_with_the_same_bits(function):
+def test_compiles_whole_with_the_same_bits(function, dynamic):
     x, weight = torch.randn(3, 5, 64, requires_grad=True), torch.randn(64, requires_grad=True)
-    compiled = torch.compile(
-        lambda *t: function(*t).square().sum(), fullgraph=True, backend="aot_eager"
-    )
+    options = {"fullgraph": True, "backend": "aot_eager", "dynamic": dynamic}
+    compiled = torch.compile(lambda *t: function(*t).square().sum(), **options)
     plain = torch.autograd.grad(function(x, weight).square().sum(), (x, weight))
     assert same(torch.autograd.grad(compiled(x, weight), (x, weight)), plain)
 

@@ -33,6 +33,30 @@ def test_no_address_that_is_not_the_project_s():
     assert [str(p.relative_to(ROOT)) for p, text in texts.items() if foreign.search(text)] == []
 
 
+def test_the_table_of_whose_code_runs_has_every_command():
+    table = (ROOT / "ARCHITECTURE.md").read_text().partition("<!-- commands -->")[2]
+    commands = re.findall(r"^\| ([a-z][a-z ]*) \|", table.partition("<!-- /commands -->")[0], re.M)
+    rows = [row for row in (ROOT / "SECURITY.md").read_text().splitlines() if row.startswith("|")]
+    named = {
+        word.removeprefix("isobit ").removeprefix("contract ")
+        for row in rows
+        for code in re.findall(r"`([^`]*)`", row.split("|")[1])
+        for word in (
+            code,
+            code.partition(" package")[0],
+            " ".join(code.split()[:2]),
+            " ".join(code.split()[:3]),
+        )
+    }
+    commands.remove("command")
+    assert len(commands) > 25
+    assert [c for c in commands if c.removeprefix("contract ") not in named] == []
+    (scripts,) = (row for row in rows if "as `python script.py` would run it" in row)
+    assert all(
+        f"{name}`" in scripts for name in ("simulate", "preflight", "profile", "runs", "audit")
+    )
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / ".github").rglob("*.yml")), ids=lambda p: p.name)
 def test_forms_and_workflows_are_yaml(path):
     found = yaml.safe_load(path.read_text())

@@ -133,8 +133,9 @@ def read_merge_config(path: Path) -> MergeConfig:
     """
     try:
         found = yaml.safe_load(files.read_bytes(path, LARGEST_CONFIG))
-    except yaml.YAMLError as error:
-        raise refused("YAML", str(error).splitlines()[0], "name mergekit's configuration") from None
+    except (yaml.YAMLError, RecursionError) as error:
+        said = str(error).splitlines()[0]
+        raise refused("YAML", said, "name mergekit's configuration") from None
     if not isinstance(found, dict) or "merge_method" not in found:
         raise refused("mergekit's configuration", type(found).__name__, "it has a merge_method")
     method = str(found["merge_method"])
@@ -157,6 +158,12 @@ def read_merge_config(path: Path) -> MergeConfig:
         )
     models = found.get("models") or whole_slice(found.get("slices"))
     listed = []
+    if not isinstance(models, list) or not all(
+        isinstance(m, dict) and "model" in m for m in models
+    ):
+        raise refused(
+            "models as a list of {model: NAME}", str(models)[:200], "see mergekit's pages"
+        )
     for one in models:
         own = one.get("parameters") or {}
         check_parameters(own)
@@ -166,6 +173,8 @@ def read_merge_config(path: Path) -> MergeConfig:
     base = str(found.get("base_model") or "")
     if METHODS[method][0] and not base:
         raise refused("a base_model", "none", f"{method} merges differences to a base")
+    if not any(name != base or not METHODS[method][0] for name, _ in listed):
+        raise refused("a model to merge", "the base alone", "name the other models")
     return MergeConfig(
         method,
         tuple(listed),
@@ -177,7 +186,10 @@ def read_merge_config(path: Path) -> MergeConfig:
 
 def whole_slice(slices: Any) -> list[dict[str, Any]]:
     """Return the models of a single slice of all layers; raise for anything else."""
-    sources = slices[0].get("sources") if isinstance(slices, list) and len(slices) == 1 else None
+    single = isinstance(slices, list) and len(slices) == 1 and isinstance(slices[0], dict)
+    sources = slices[0].get("sources") if single else None
+    if not (isinstance(sources, list) and all(isinstance(one, dict) for one in sources)):
+        sources = None
     ranges = {tuple(one.get("layer_range", ())) for one in sources or ()}
     if not sources or len(ranges) != 1 or next(iter(ranges))[:1] != (0,):
         raise refused(
@@ -198,6 +210,29 @@ def check_parameters(found: Any) -> None:
             ", ".join(map(str, unknown)),
             "a merge with it is not repeated here",
         )
+    for key, value in found.items():
+        if not is_setting(value):
+            raise refused(
+                f"{key} as a number, a list of numbers, or filters with a value each",
+                str(value)[:200],
+                "write finite numbers, as mergekit's pages do",
+            )
+
+
+def is_setting(value: Any, nested: bool = True) -> bool:
+    """Return whether `evaluate` can read a value: numbers, a gradient, or a list of filters with such values."""
+    if value is None:
+        return True
+    if isinstance(value, bool | int | float | str):
+        try:
+            return math.isfinite(float(value))
+        except (ValueError, OverflowError):
+            return False
+    listed = value if isinstance(value, list) else [value]
+    if all(isinstance(one, int | float) for one in listed):
+        return bool(listed) and all(is_setting(one) for one in listed)
+    filters = nested and all(isinstance(one, dict) and "value" in one for one in listed)
+    return filters and all(is_setting(one["value"], False) for one in listed)
 
 
 def dtype_of(name: Any) -> torch.dtype | None:

@@ -152,9 +152,9 @@ def stored_parts(found: Checkpoint, prefix: str, *names: str) -> tuple[str, ...]
 
 
 def fits(found: Checkpoint, what: str, ok: bool, received: object) -> None:
-    """Raise unless shapes fit."""
+    """Raise unless shapes and dtypes fit."""
     if not ok:
-        raise unreadable(found.path, f"shapes that fit in {what}", str(received))
+        raise unreadable(found.path, f"shapes and dtypes that fit in {what}", str(received))
 
 
 def grouped(found: Checkpoint, name: str, codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -187,6 +187,7 @@ def decoded(
     fp8: torch.dtype | None = None,
 ) -> Codes:
     """Put codes, scales and zero points together."""
+    fits(found, name, scale.is_floating_point() and not codes.is_complex(), scale.dtype)
     wide, group = grouped(found, name, codes, scale)
     zero = torch.zeros_like(wide) if zero is None else grouped(found, name, codes, zero)[0]
     fits(found, name, zero.shape == wide.shape, list(zero.shape))

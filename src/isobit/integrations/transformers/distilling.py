@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +24,23 @@ from isobit.ops.arguments import cast_for_autocast
 from isobit.ops.distillation.loss import Teacher, distillation_loss
 from isobit.ops.linear.op import linear_fp32
 from isobit.ops.log_softmax.op import log_softmax
+from isobit.ops.logprob.op import check_temperature
 from isobit.ops.logprob.portable import inverse
 from isobit.parallel.tensor.shard import tp_group_of
 
 ROWS_AT_ONCE = 256  # whose logits are in memory
+
+
+class KnownWords(tuple[Tensor, Tensor]):
+    """(ids, logprobs) of a teacher, which knows the temperature that they were computed at."""
+
+    temperature: float
+
+    def __new__(cls, words: tuple[Tensor, Tensor], temperature: float) -> Self:
+        """Keep the temperature with the words."""
+        made = super().__new__(cls, words)
+        made.temperature = temperature
+        return made
 
 
 def distil(
@@ -69,11 +82,17 @@ def distil(
     Raises:
         UnsupportedError: If a model is not enabled, its head is split over ranks or divides its logits, or the teacher
             is in training mode.
-        ArgumentError: If the models have other vocabularies.
+        ArgumentError: If the models have other vocabularies, or known words have another temperature.
 
     Example:
         >>> loss = distil(student, teacher, ids, mask, temperature=2.0)  # doctest: +SKIP
     """
+    if isinstance(teacher, KnownWords) and teacher.temperature != temperature:
+        raise ArgumentError(
+            expected=f"the temperature of the teacher's words, {teacher.temperature}",
+            received=f"temperature={temperature}",
+            remedy=f"pass temperature={teacher.temperature}, or ask the teacher again at {temperature}",
+        )
     known = teacher_states(teacher, input_ids, attention_mask, position_ids)
     model, state = prepared(student, "the student")
     layout = layout_of(input_ids, None, attention_mask, position_ids, None, {})
@@ -109,7 +128,7 @@ def most_likely(
     *,
     count: int,
     temperature: float = 1.0,
-) -> tuple[Tensor, Tensor]:
+) -> KnownWords:
     """Return the `count` most likely next tokens of a teacher and their log-probabilities, both [B, T, count].
 
     Among equal ones the lower id comes first, so the bits of a token's entry do not depend on the batch.
@@ -127,8 +146,16 @@ def most_likely(
 
     Raises:
         UnsupportedError: As `distil` does.
+        ArgumentError: If the vocabulary has fewer words, or the temperature is not positive.
     """
+    check_temperature(temperature)
     hidden, weight = teacher_states(teacher, input_ids, attention_mask, position_ids)
+    if not 1 <= count <= len(weight):
+        raise ArgumentError(
+            expected=f"a count from 1 to {len(weight)}, the words of the teacher",
+            received=f"{count}",
+            remedy="ask for fewer words; the others count as one bucket",
+        )
     rows = hidden.reshape(-1, hidden.shape[-1])
     ids, values = [], []
     for part in rows.split(ROWS_AT_ONCE):
@@ -138,7 +165,8 @@ def most_likely(
         ids.append(order)
         values.append(log_softmax(scaled).gather(1, order))
     shape = (*input_ids.shape, count)
-    return torch.cat(ids).reshape(shape), torch.cat(values).reshape(shape)
+    words = torch.cat(ids).reshape(shape), torch.cat(values).reshape(shape)
+    return KnownWords(words, temperature)
 
 
 @torch.no_grad()

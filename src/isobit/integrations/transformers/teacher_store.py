@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from isobit import bits
 from isobit.errors import ArgumentError
 from isobit.integrations.transformers.adapters import inner_model
-from isobit.integrations.transformers.distilling import most_likely
+from isobit.integrations.transformers.distilling import KnownWords, most_likely
 
 FORMAT = "isobit teacher store 1"
 FILLER = -1
@@ -109,42 +109,72 @@ class TeacherStore:
             refuse_store(f"{path}: {error}")
         if self.about.get("format") != FORMAT:
             refuse_store(f"{path}, whose format is {self.about.get('format')!r}")
-        self.tokens: dict[str, str] = json.loads(self.about["tokens"])
-        self.temperature, self.count = float(self.about["temperature"]), int(self.about["count"])
+        try:
+            self.tokens: dict[str, str] = json.loads(self.about["tokens"])
+            self.temperature = float(self.about["temperature"])
+            self.count = int(self.about["count"])
+            known = isinstance(self.tokens, dict) and "teacher" in self.about
+        except (KeyError, ValueError, RecursionError) as error:
+            refuse_store(f"{path}, whose metadata cannot be read: {type(error).__name__}: {error}")
+        if not (known and self.count > 0 and 0 < self.temperature < float("inf")):
+            refuse_store(f"{path}, whose metadata is {str(self.about)[:200]}")
 
     def sample(self, name: str) -> tuple[Tensor, Tensor]:
-        """Return ids and log-probabilities [T, count] of a sample."""
+        """Return ids and log-probabilities [T, count] of a sample.
+
+        Raises:
+            ArgumentError: The store has no such sample, or not these two tensors of it.
+        """
         if name not in self.tokens:
             raise ArgumentError(
                 expected=f"a sample of {self.path}",
                 received=repr(name),
                 remedy="write the store of the samples that are trained on",
             )
-        read = self._file.get_tensor
-        return read(f"{name}.ids").to(torch.int64), read(f"{name}.logprobs")
+        try:
+            ids, values = (self._file.get_tensor(f"{name}.{part}") for part in ("ids", "logprobs"))
+        except Exception as error:
+            refuse_store(f"{self.path}: {error}")
+        fits = ids.dim() == 2 and ids.shape == values.shape and ids.shape[1] == self.count
+        if not fits or ids.is_floating_point() or not values.is_floating_point():
+            refuse_store(
+                f"{self.path}, which has {ids.dtype} {list(ids.shape)} and {values.dtype} "
+                f"{list(values.shape)} for {self.count} words of each token of sample {name!r}"
+            )
+        return ids.to(torch.int64), values
 
-    def batch(
-        self, names: Sequence[str], input_ids: Tensor, attention_mask: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def batch(self, names: Sequence[str], input_ids: Tensor, attention_mask: Tensor) -> KnownWords:
         """Return the teacher (ids, logprobs) [B, T, count] of a padded batch, for `distil`.
 
         Raises:
-            ArgumentError: A row has other tokens than its sample had when the store was written.
+            ArgumentError: A row has other tokens than its sample had when the store was written, or its entry has
+                another length or dtype.
         """
+        if not (len(names) == len(input_ids) and input_ids.shape == attention_mask.shape):
+            raise ArgumentError(
+                expected="a sample id for each row, and a mask of the shape of input_ids",
+                received=f"{len(names)} ids, input_ids {list(input_ids.shape)} and a mask {list(attention_mask.shape)}",
+                remedy="pass the ids of the batch's own samples, in the order of its rows",
+            )
+        entries = [self.sample(name) for name in names]  # checks the count before it is allocated
         shape = (*input_ids.shape, self.count)
         ids = torch.full(shape, FILLER, dtype=torch.int64)
         values = torch.zeros(shape)
-        for row, name in enumerate(names):
+        for row, (name, (found, logs)) in enumerate(zip(names, entries, strict=True)):
             held = attention_mask[row].bool()
-            found, logs = self.sample(name)
             if digest_tokens(input_ids[row][held]) != self.tokens[name]:
                 raise ArgumentError(
                     expected=f"the tokens of sample {name!r}, as the teacher read them",
                     received=f"{int(held.sum())} other tokens in row {row}",
                     remedy="pass each row's own sample id; tokenize once",
                 )
-            ids[row][held], values[row][held] = found, logs.float()
-        return ids, values
+            if len(found) != int(held.sum()) or logs.dtype != torch.float32:
+                refuse_store(
+                    f"{self.path}, whose sample {name!r} has {len(found)} tokens in {logs.dtype}, "
+                    f"for {int(held.sum())} in fp32"
+                )
+            ids[row][held], values[row][held] = found, logs
+        return KnownWords((ids, values), self.temperature)
 
 
 def verify_store(

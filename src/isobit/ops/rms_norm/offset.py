@@ -22,7 +22,8 @@ from isobit.ops.share import accumulation_dtype, as_partial, described_dtype, sh
 
 def check_offset(offset: float) -> None:
     """Raise unless the offset is a finite number."""
-    if not isinstance(offset, (float, int)) or not math.isfinite(offset):
+    # Not math.isfinite: torch.compile(dynamic=True) cannot trace it.
+    if not isinstance(offset, (float, int)) or not -math.inf < offset < math.inf:
         raise ArgumentError(
             expected="offset as a finite number",
             received=f"{offset!r}",
