@@ -43,10 +43,12 @@ def multiply(
     *,
     transposed: bool = False,
     out: Tensor | None = None,
+    enough: int = ENOUGH,
 ) -> Tensor:
     """Return x [..., K] · weightᵀ + bias, rounded to dtype: weight is [N, K], or [K, N] if `transposed`.
 
-    `out` is contiguous memory for it, of its shape and dtype.
+    `out` is contiguous memory for it, of its shape and dtype. Few rows with fewer tiles than `enough` have a program
+    per segment.
     """
     extent = x.shape[-1]
     columns = weight.shape[1 if transposed else 0]
@@ -57,7 +59,7 @@ def multiply(
     given = x.contiguous(), factor, factor if bias is None else bias.contiguous()
     constants = {"N": columns, "K": extent, "SEGMENTS": plan.count, "TRANSPOSED": transposed}
     tile = fitted(x, rows, constants)
-    few = rows < MANY_ROWS and count_tiles(rows, columns, tile) < ENOUGH
+    few = rows < MANY_ROWS and count_tiles(rows, columns, tile) < enough
     form = multiply_segments if few and plan.count > 1 else multiply_tiles
     form(given, y, rows, tile, constants, bias is not None)
     return y
