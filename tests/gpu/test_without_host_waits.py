@@ -219,3 +219,14 @@ def test_the_number_of_tables_is_bounded(monkeypatch):
         q = torch.zeros(1, rows, 1, 16)
         Places(q, q, None, None)
     assert 0 < len(device_tables._made) <= 8
+
+
+def test_an_id_without_a_row_is_not_a_silent_zero(monkeypatch):
+    """Torch for ROCm leaves assertions on the device out: then the row is NaN, and no other row is touched."""
+    monkeypatch.setattr("isobit.ops.embedding.triton.is_capturing", lambda: True)
+    monkeypatch.setattr(torch, "_assert_async", lambda *_: None)
+    table = torch.randn(5, 16)
+    with isobit.certifying.executing("interpreter", target="gfx942"):
+        y = torch.ops.isobit.triton_embedding(torch.tensor([4, 5, -1, 0]), table, None, -1)
+    assert y[1:3].isnan().all()
+    assert torch.equal(y[[0, 3]], table[[4, 0]])

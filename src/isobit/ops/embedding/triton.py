@@ -36,14 +36,18 @@ def look_up(
     WIDTH: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
+    ABSENT: tl.constexpr = 0,
 ) -> None:
-    """Copy rows of weight [ROWS, WIDTH] to y [SIZE, WIDTH]; an id that is no row gives NaN."""
+    """Copy rows of weight [ROWS, WIDTH] to y [SIZE, WIDTH]; an id that is no row gives +0, or NaN if ABSENT is 1."""
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     row = tl.load(ids + token, mask=token < SIZE, other=0).to(tl.int64)
     inside = (token < SIZE) & (column < WIDTH)
     known = inside & (row >= 0) & (row < ROWS)
-    value = tl.load(weight + row * WIDTH + column, mask=known, other=float("nan"))
+    other = 0.0
+    if ABSENT:
+        other = float("nan")
+    value = tl.load(weight + row * WIDTH + column, mask=known, other=other)
     tl.store(y + token * WIDTH + column, value, mask=inside)
 
 
@@ -127,7 +131,9 @@ def triton_embedding(
     y = torch.empty(*ids.shape, weight.shape[1], dtype=weight.dtype, device=weight.device)
     given = (ids.contiguous(), weight.contiguous(), y, ids.numel())
     programs = -(-ids.numel() // TOKENS)
-    run_columns(look_up, programs, weight.shape[1], *given, ROWS=len(weight), TOKENS=TOKENS)
+    run_columns(
+        look_up, programs, weight.shape[1], *given, ROWS=len(weight), TOKENS=TOKENS, ABSENT=1
+    )
     return y
 
 
