@@ -34,6 +34,11 @@ ROOT = Path(__file__).resolve().parent
 PACKAGE = ROOT / "src" / "isobit"
 LIBRARY, STAMP, REASON = "_native.so", "_native.json", "native_build_failure.txt"
 
+# ISOBIT_PURE_PYTHON=1 builds a wheel without kernels for every platform, such as the ARM hosts of GH200 and GB200: GPUs
+# have Triton's kernels, and the portable executor serves the CPU.
+PURE = os.environ.get("ISOBIT_PURE_PYTHON", "") not in ("", "0")
+PURE_REASON = "this wheel is pure Python: it was built with ISOBIT_PURE_PYTHON, for platforms without native kernels"
+
 # Pinned: nothing of the build machine (-march=native) and nothing that reorders or fuses additions.
 FLAGS = ["-O3", "-g0", "-std=c++20", "-fopenmp", "-ffp-contract=off", "-fno-fast-math", "-Wall"]
 FLAGS += ["-fno-math-errno"]  # square roots are instructions, with the same bits; errno is not read
@@ -263,6 +268,11 @@ class FreshModules(build_py):
         if not self.editable_mode:
             shutil.rmtree(Path(self.build_lib) / "isobit", ignore_errors=True)
         super().run()
+        if PURE and not self.editable_mode:
+            folder = Path(self.build_lib) / "isobit"
+            for name in (LIBRARY, STAMP):
+                (folder / name).unlink(missing_ok=True)
+            (folder / REASON).write_text(PURE_REASON)
 
 
 class AnyPython(bdist_wheel):
@@ -288,7 +298,9 @@ if __name__ == "__main__":  # packaging/sanitized_kernels.py reads this file for
         long_description=long_description(),
         long_description_content_type="text/markdown",
         # Named here so that the source distribution holds the files.
-        ext_modules=[
+        ext_modules=[]
+        if PURE and "sdist" not in sys.argv
+        else [
             Extension(
                 "isobit._native",
                 [str(p.relative_to(ROOT)) for p in sources],

@@ -13,7 +13,7 @@ from isobit.cli import main
 from isobit.foundation.records import Attestation
 from isobit.library.on_gpu import attesting, devices
 from isobit.library.on_gpu.devices import Device
-from isobit.ops.gpu import attestation, launching
+from isobit.ops.gpu import attestation, launching, shipped_forms
 from isobit.order.engines import TENSOR_CORES, tensor_core
 from isobit.reveal.tensor_core import reveal_tensor_core
 
@@ -67,13 +67,18 @@ def test_what_cannot_run_is_refused_with_a_remedy(capsys, words):
 @pytest.mark.parametrize("operator", ["linear", "attention", "logprob"])
 def test_the_wrong_tensor_core_is_seen_by_every_operator_that_multiplies(monkeypatch, operator):
     """Attention and log-probabilities in 16 bits are not taken for kept by what was compared in fp32."""
+    monkeypatch.setattr(shipped_forms, "PRODUCT_FORMS", ((2, 64, 2048, ""),))
+    monkeypatch.setattr(shipped_forms, "gradient_difference", lambda *_: None)
+    monkeypatch.setattr(shipped_forms, "ATTENTION_FORMS", ((1, 70),))
+    monkeypatch.setattr(shipped_forms, "HEADS", (64,))
+    monkeypatch.setattr(shipped_forms, "VOCABULARY", 310)
     for engine, kept in (("tc25x16", True), ("tc24x8", False)):
         monkeypatch.setattr(attestation, "ENGINE_OF_TARGET", {"sm_90": engine})
         with isobit.certifying.executing("interpreter", target="sm_90"):
             found = attestation.attest_operator(operator, torch.bfloat16, torch.device("cpu"))
         assert found.kept is kept, found.detail
         assert found.engine == engine
-    assert "product" in found.detail
+    assert "differs from its definition" in found.detail
 
 
 class WrongLeaf(InterpreterBackend):

@@ -63,7 +63,9 @@ BREAKING = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch, where a graph goes on after a break
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute"
+)  # of torch, where a graph goes on after a break
 @pytest.mark.parametrize("name", BREAKING)
 def test_operators_that_break_the_graph_have_the_eager_bits(name):
     """They decide by values, which a graph cannot: what is around them is compiled."""

@@ -121,6 +121,27 @@ def test_contents(wheel):
     assert "Wheels, extras, times" in text  # the words of a link stay
 
 
+def test_a_wheel_without_kernels_for_every_platform(tmp_path):
+    """As an ARM host of a GPU installs it: operators have the same bits, and the doctor gives the reason."""
+    wheel, _ = build(ROOT, tmp_path / "work", {**NO_COMPILER, "ISOBIT_PURE_PYTHON": "1"})
+    assert re.fullmatch(r"isobit-[\d.]+-py3-none-any\.whl", wheel.name)
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    assert not names & {"isobit/_native.so", "isobit/_native.json"}
+    package = ROOT / "src"
+    assert {str(p.relative_to(package)) for p in (package / "isobit").rglob("*.py")} <= names
+    assert "isobit/ops/linear/triton.py" in names
+    programs = fresh_environment(tmp_path / "venv", wheel)
+    environment = {"PATH": str(programs), "HOME": str(tmp_path), "OMP_WAIT_POLICY": "PASSIVE"}
+    done = run(programs / "isobit", "doctor", cwd=tmp_path, env=environment)
+    assert done.returncode == 2, done.stderr
+    assert "pure Python" in done.stdout
+    assert "GPUs have their own kernels" in " ".join(done.stdout.split())
+    code = "import torch, isobit; x = torch.arange(8.0).reshape(2, 4); print(isobit.linear(x, x).tolist())"
+    done = run(programs / "python", "-W", "ignore", "-c", code, cwd=tmp_path, env=environment)
+    assert done.stdout.split() == ["[[14.0,", "38.0],", "[38.0,", "126.0]]"], done.stderr
+
+
 def test_no_path_of_the_build_machine(wheel):
     contents = (ROOT / "src/isobit/_native.so").read_bytes()
     assert str(ROOT).encode() not in contents

@@ -29,7 +29,8 @@ def add_parser(commands: Any) -> None:
         description="Show the machine and the engine of each dtype, then reveal the order in which the loaded "
         "kernels add and compare it with the defined one. Exit 0: kept; 1: not kept, so the portable executor "
         "serves; 2: no native kernels to attest, so the portable executor serves.",
-        epilog="examples: isobit doctor --json; isobit doctor --device cuda --record card.json; "
+        epilog="examples: isobit doctor --json; isobit doctor --device cuda --record card.json --sign key; "
+        "isobit doctor --read card.json --key key.pub; "
         "isobit doctor --device sm_90 --operators rms_norm linear",
     )
     parser.add_argument(
@@ -43,7 +44,19 @@ def add_parser(commands: Any) -> None:
         "--operators", nargs="+", metavar="NAME", help="with --device, attest only these operators"
     )
     parser.add_argument(
-        "--record", metavar="FILE", help="with --device, also write the JSON record to a file"
+        "--record",
+        metavar="FILE",
+        help="with --device, also judge the contracts that GPUs have at L2, time each form next to torch's own, and "
+        "write everything to one JSON file; --operators leaves contracts and times out",
+    )
+    parser.add_argument(
+        "--sign", metavar="KEY", help="with --record, sign it with this Ed25519 key"
+    )
+    parser.add_argument(
+        "--read", metavar="FILE", help="check a record's digest and signature, and print it"
+    )
+    parser.add_argument(
+        "--key", metavar="KEY", help="with --read, the public key that must have signed the record"
     )
     add_quiet(parser)
     parser.add_argument("--json", action="store_true", help="print a JSON record instead of tables")
@@ -51,18 +64,15 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the findings. The exit code is 0 if attested native kernels serve."""
+    check_options(options)
+    if options.read:
+        return run_read(options)
     if options.device:
         return run_device(options)
     from isobit.foundation import native
     from isobit.foundation.machine import fingerprint
     from isobit.ops import dispatch
 
-    if options.record or options.operators:
-        raise ArgumentError(
-            expected="--device with --record or --operators",
-            received="none",
-            remedy="add --device cuda, or --device sm_90 to run compiled code on this CPU",
-        )
     missing = native.load()
     found = dispatch.attestations()
     machine = fingerprint(VERSION)
@@ -82,6 +92,29 @@ def run(options: argparse.Namespace) -> int:
     if missing is not None:
         return 2
     return 0 if executor == "native" else 1
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Raise for options that have no meaning together."""
+    if (options.record or options.operators) and not options.device:
+        raise ArgumentError(
+            expected="--device with --record or --operators",
+            received="none",
+            remedy="add --device cuda, or --device sm_90 to run compiled code on this CPU",
+        )
+    if (options.sign and not options.record) or (options.key and not options.read):
+        raise ArgumentError(
+            expected="--sign with --record, and --key with --read",
+            received="--sign or --key alone",
+            remedy="isobit doctor --device cuda --record FILE --sign KEY; "
+            "isobit doctor --read FILE --key KEY.pub",
+        )
+    if options.read and options.device:
+        raise ArgumentError(
+            expected="--read or --device",
+            received="both",
+            remedy="make a record with --device and --record, and read it with --read",
+        )
 
 
 def engine_names() -> dict[str, str]:
@@ -143,26 +176,124 @@ def run_device(options: argparse.Namespace) -> int:
     from isobit.library.on_gpu.devices import find_device
 
     operators = chosen_operators(options.operators)
-    check_record(options.record)
+    check_record(options.record, options.sign)
     device = find_device(options.device)
     title = f"attesting on {device.name}"
     with Steps(title, count_steps(operators), options.quiet, SELDOM) as steps:
         found = attest(device, operators, steps.done)
+    whole = bool(options.record) and not options.operators and not device.is_virtual
+    more = judge_and_time(device, options) if whole else {}
     told = [*map(str, device.facts.items()), *map(str, found.attestations), str(found.leaves)]
     origin = provenance_of(options, [*told, *map(str, found.kernels)])
     record = {"provenance": origin, "device": device.facts, "order_version": VERSION}
-    record |= found.record()
+    record |= found.record() | more
+    record["kept"] = found.kept and more.get("contracts_kept", True)
     if options.record:
-        files.write_text(Path(options.record), to_json(record) + "\n")
+        from isobit.library.on_gpu.card_records import seal
+
+        files.write_text(Path(options.record), to_json(seal(record, options.sign)) + "\n")
     if options.json:
         say_json(record)
     else:
         show_device(device, found)
-    return 0 if found.kept else 1
+        show_more(record)
+    return 0 if record["kept"] else 1
 
 
-def check_record(path: str | None) -> None:
-    """Raise if the record cannot be written, before minutes of work."""
+def judge_and_time(device: Device, options: argparse.Namespace) -> dict[str, Any]:
+    """Judge contracts on a card, and time its forms."""
+    from isobit.certifying.running.card import CardBackend
+    from isobit.foundation import backends
+    from isobit.library.on_gpu import card_records
+    from isobit.library.on_gpu.plans import PLANS
+
+    with (
+        Steps(f"contracts on {device.name}", len(PLANS), options.quiet, SELDOM) as steps,
+        backends.use(CardBackend(device.target)),
+    ):
+        judged = card_records.judge_contracts(device, None, steps.done)
+    return {
+        "contracts": judged,
+        "contracts_kept": card_records.contracts_kept(judged),
+        "times": card_records.timings_as_json(card_records.time_forms(device.place)),
+    }
+
+
+def run_read(options: argparse.Namespace) -> int:
+    """Print a record that someone sent. The exit code is 0 if everything in it is kept, and 1 if not."""
+    from isobit.library.on_gpu.card_records import read
+
+    record = read(options.read, options.key)
+    if options.json:
+        say_json(record)
+        return 0 if record["kept"] else 1
+    facts = record.get("device")
+    for name, value in facts.items() if isinstance(facts, dict) else ():
+        say(f"{name}: {value}")
+    show_attested(record)
+    show_more(record)
+    signed = record.get("signature")
+    say(f"signed by key {signed['key']}" if signed else "not signed")
+    say("everything is kept" if record["kept"] else "NOT everything is kept")
+    return 0 if record["kept"] else 1
+
+
+def rows_of(record: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    """Return the rows of a part of a record; what is not a row is left out."""
+    found = record.get(name)
+    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+
+
+def show_attested(record: dict[str, Any]) -> None:
+    """Print the attestations, leaves and kernels of a record that was read."""
+    operators = record.get("operators")
+    known = operators if isinstance(operators, dict) else {}
+    found = [one for name in known for one in rows_of(known, name)]
+    say(f"{sum(one.get('kept') is True for one in found)} of {len(found)} attestations kept")
+    for one in found:
+        if one.get("kept") is not True:
+            say(f"{one.get('dtype')}: {one.get('detail')}")
+    for leaf in rows_of(record, "leaf"):
+        word = "as defined" if leaf.get("kept") is True else "NOT as defined"
+        say(f"products of {leaf.get('dtype')}: {word} ({leaf.get('expected')})")
+    kernels = rows_of(record, "kernels")
+    same = sum(one.get("same") is True for one in kernels)
+    say(f"{same} of {len(kernels)} kernels have the PTX that the machine runs")
+    known_code = [one for one in kernels if one.get("recorded_sass")]
+    equal = sum(one.get("sass") == one.get("recorded_sass") for one in known_code)
+    say(
+        f"{equal} of {len(known_code)} kernels have the machine code that is recorded for their PTX"
+    )
+
+
+def show_more(record: dict[str, Any]) -> None:
+    """Print the contracts and the times of a record, if it has them."""
+    judged = rows_of(record, "contracts")
+    if judged:
+        kept = sum(one.get("verdict") == "kept" for one in judged)
+        cases = sum(one["cases"] for one in judged if isinstance(one.get("cases"), int))
+        say(f"{kept} of {len(judged)} claims of contracts kept at L2, in {cases} cases")
+        for one in judged:
+            if one.get("verdict") != "kept":
+                say(
+                    f"{one.get('contract')}/{one.get('claim')}: {one.get('verdict')}: {one.get('detail')}"
+                )
+    times = rows_of(record, "times")
+    if times:
+        table = Table("form", "isobit, µs", "stock, µs", "stock")
+        for one in times:
+            numbers = [one.get("isobit_us"), one.get("stock_us")]
+            shown = [f"{n:.1f}" if isinstance(n, (int, float)) else "raised" for n in numbers]
+            table.add_row(str(one.get("form")), *shown, str(one.get("stock")))
+        make_console(100).print(table)
+
+
+def check_record(path: str | None, key: str | None) -> None:
+    """Raise if the record cannot be written or signed, before minutes of work."""
+    if key:
+        from isobit.contracts.store.evidence import read_private
+
+        read_private(key)
     if path and (
         not Path(path).parent.is_dir() or (Path(path).exists() and not Path(path).is_file())
     ):
@@ -207,5 +338,13 @@ def show_kernels(device: Device, found: Findings) -> None:
         return
     same = sum(text.same for text in found.kernels)
     say(f"{same} of {len(found.kernels)} compiled kernels are the PTX that the machine runs")
+    recorded = [text for text in found.kernels if text.recorded_sass]
+    say(
+        f"{len(recorded) - len(found.other_code)} of {len(recorded)} have the machine code that is recorded for them"
+    )
+    for text in found.other_code:
+        say(
+            f"other machine code: {text.kernel} ({text.options}): {text.sass}, not {text.recorded_sass}"
+        )
     for text in found.other_texts:
         say(f"another text: {text.kernel} ({text.options}): {text.digest}, not {text.in_machine}")

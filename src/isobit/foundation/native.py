@@ -45,6 +45,11 @@ def load() -> str | None:
 
 def remedy(reason: str) -> str:
     """Return what a person can do about a reason that `load` gave, or about kernels that do not attest."""
+    if "pure Python" in reason:
+        return (
+            "on Linux on x86-64, install the wheel for it; elsewhere the portable executor serves the CPU, and GPUs "
+            "have their own kernels"
+        )
     if reason.startswith("not built"):
         return "install a C++ compiler (g++ 12 or later), then install isobit again"
     if reason.startswith("bound to"):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 from math import prod
 from random import Random
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 from isobit.order.samples import Samples
 
 Call = Callable[..., Any]
+T = TypeVar("T")
 
 
 def call_native(name: str, *given: Any) -> Any:
@@ -36,6 +38,13 @@ def calls_on(device: torch.device) -> Call:
 
 # A vector tail only; two segments; one long segment, whose tail is a single element; tails in both segments.
 ROW_LENGTHS = (7, 512, 1025, 1050)
+# A GPU compiles a kernel for each: a tail only; eight segments, as of a model's rows, with a tail in each.
+GPU_ROW_LENGTHS = (7, 2056)
+
+
+def cases_for(call: Call, native: tuple[T, ...], gpu: tuple[T, ...]) -> tuple[T, ...]:
+    """Return the cases of a comparison: fewer on a GPU, where each size is a kernel to compile."""
+    return native if call is call_native else gpu
 
 
 def wide_values(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
@@ -61,10 +70,12 @@ def special_values(
 
 
 def spans_and_samples(tokens: int) -> tuple[Tensor, Samples]:
-    """Return three samples in one segment, one of them empty, with padding before and after them."""
-    samples = Samples(
-        ((1, tokens // 9), (tokens, 0), (1 + tokens // 9, tokens - tokens // 9 - 2)), tokens, 0, 3
-    )
+    """Return six samples in two segments, two of them empty, with padding before and after them."""
+    few, last = tokens // 9, min(tokens - 2, 2)
+    lengths = (few, 0, tokens - 2 - few - last, 0, last // 2, last - last // 2)
+    starts = accumulate(lengths[:-1], initial=1)
+    spans = tuple((start, length) for start, length in zip(starts, lengths, strict=True))
+    samples = Samples(spans, tokens, 0, len(spans))
     return torch.tensor(samples.spans), samples
 
 

@@ -6,17 +6,21 @@ gives that GPU the same text; ptxas is trusted from there on.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from isobit.certifying.judging.static_facts import ptx_digest
+from isobit.certifying.running import sass
 from isobit.certifying.running.backends import compiler_for
 from isobit.certifying.running.compile import TARGETS, CompileError, LaunchError, specialise
 from isobit.certifying.running.kernel_texts import KernelText
-from isobit.errors import UnsupportedError
+from isobit.errors import IsobitError, UnsupportedError
 from isobit.order.engines import ENGINE_OF_TARGET
 
 TEXTS = ("ptx", "amdgcn")  # what Triton keeps of a kernel, by vendor
@@ -62,7 +66,15 @@ class CardBackend:
                 received=f"a compiled kernel with {', '.join(texts) or 'nothing'}",
                 remedy="report it with the version of Triton; its code cannot be compared",
             )
-        self.texts.append(self.beside_machine(kernel, args, given, text))
+        found = self.beside_machine(kernel, args, given, text)
+        cubin = texts.get("cubin")
+        if cubin:
+            code = {
+                "sass": sass_digest(cubin),
+                "recorded_sass": recorded(self.target, found.digest),
+            }
+            found = replace(found, **code)
+        self.texts.append(found)
 
     def beside_machine(
         self, kernel: Any, args: Sequence[Any], given: Mapping[str, Any], text: str
@@ -76,6 +88,28 @@ class CardBackend:
         except (CompileError, LaunchError):
             known = ""
         return KernelText(kernel.__name__, call.describe(), ptx_digest(text), known)
+
+
+@cache
+def sass_digest(cubin: bytes) -> str:
+    """Return the digest of a cubin's machine code; "" if Triton's wheel has no disassembler."""
+    try:
+        return sass.digest_of(sass.disassemble(cubin))
+    except IsobitError:
+        return ""
+
+
+@cache
+def recorded_digests() -> dict[str, dict[str, str]]:
+    """Return target -> digest of PTX -> digest of the machine code that Triton's ptxas made of it."""
+    text = Path(__file__).with_name("sass.json").read_text(encoding="utf-8")
+    kernels: dict[str, dict[str, str]] = json.loads(text)["kernels"]
+    return kernels
+
+
+def recorded(target: str, digest: str) -> str:
+    """Return the digest of machine code that is recorded for a PTX text; "" if none is."""
+    return recorded_digests().get(target, {}).get(digest, "")
 
 
 def run_on_card(

@@ -15,12 +15,16 @@ class KernelText:
         options: Constants and options that it was compiled with.
         digest: BLAKE3 of the text that ran, without comments and debug lines.
         in_machine: The same of the text that the PTX machine runs for this target; "" if it runs none.
+        sass: The digest of the machine code that ran; "" if it is not known.
+        recorded_sass: The digest of the machine code that isobit's records have for this text; "" if they have none.
     """
 
     kernel: str
     options: str
     digest: str
     in_machine: str
+    sass: str = ""
+    recorded_sass: str = ""
 
     @property
     def same(self) -> bool:

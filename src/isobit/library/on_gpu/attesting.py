@@ -55,6 +55,13 @@ class Findings:
         return [text for text in self.kernels if text.in_machine and not text.same]
 
     @property
+    def other_code(self) -> list[KernelText]:
+        """The kernels whose machine code is not the one that is recorded for their text."""
+        return [
+            text for text in self.kernels if text.recorded_sass and text.sass != text.recorded_sass
+        ]
+
+    @property
     def kept(self) -> bool:
         """Whether something was attested, and nothing differs."""
         return (

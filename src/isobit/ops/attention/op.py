@@ -12,6 +12,7 @@ from isobit.errors import ArgumentError, UnsupportedError
 from isobit.ops.arguments import WITH_GPU, check_softcap, check_tensors, refuse_shape
 from isobit.ops.attention import portable
 from isobit.ops.attention.portable import Mask
+from isobit.ops.device_tables import copied, kept, table_of, values_of
 from isobit.ops.portable.samples import as_samples
 from isobit.ops.registration import declare, launch, portable_operator, register_operator
 from isobit.order.plan import ATTENTION_BLOCK, LANES
@@ -100,16 +101,19 @@ class Places:
 
     def __init__(self, q: Tensor, k: Tensor, queries: Samples | None, keys: Samples | None) -> None:
         """Check the samples, and make the tables that the operator reads."""
-        queries, keys = queries or default_samples(q), keys or default_samples(k)
-        check_samples(q, k, queries, keys)
-        starts = [
-            [start + at for at in range(0, rows, ATTENTION_BLOCK)] for start, rows in keys.spans
-        ]
-        self.spans = spans_tensor(queries, q.device)
-        self.table = BlockTable(starts, [rows for _, rows in keys.spans], k.device)
-        self.crosses = not (
-            keeps_batches(keys, k.shape[-3]) and keeps_batches(queries, q.shape[-3])
-        )
+
+        def make() -> tuple[Tensor, BlockTable, bool]:
+            of_q, of_k = queries or default_samples(q), keys or default_samples(k)
+            check_samples(q, k, of_q, of_k)
+            starts = [
+                [start + at for at in range(0, rows, ATTENTION_BLOCK)] for start, rows in of_k.spans
+            ]
+            inside = keeps_batches(of_k, k.shape[-3]) and keeps_batches(of_q, q.shape[-3])
+            table = BlockTable(starts, [rows for _, rows in of_k.spans], k.device)
+            return spans_tensor(of_q, q.device), table, not inside
+
+        key = (q.shape[:-2], k.shape[:-2], queries, keys)
+        self.spans, self.table, self.crosses = kept(key, q.device, make)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         """Compute attention of tensors that were checked, in the shapes that the places were made of."""
@@ -121,7 +125,7 @@ class Places:
 
 def spans_tensor(samples: Samples, device: torch.device) -> Tensor:
     """Return the first row and the number of rows of each sample, [samples, 2]."""
-    return torch.tensor(samples.spans, dtype=torch.int64, device=device).reshape(-1, 2)
+    return table_of(samples.spans, (-1, 2), device)
 
 
 def keeps_batches(samples: Samples, rows: int) -> bool:
@@ -141,10 +145,8 @@ class BlockTable:
     def __init__(self, starts: list[list[int]], lengths: list[int], device: torch.device) -> None:
         most = max((len(row) for row in starts), default=0)
         padded = [row + [0] * (most - len(row)) for row in starts]
-        self.starts = torch.tensor(padded, dtype=torch.int64, device=device).reshape(
-            len(starts), most
-        )
-        self.lengths = torch.tensor(lengths, dtype=torch.int64, device=device)
+        self.starts = copied(padded, (len(starts), most), device)
+        self.lengths = copied(lengths, (len(lengths),), device)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, spans: Tensor, keys: BlockTable, mask: Mask) -> Tensor:
@@ -254,11 +256,12 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
 
 def check_rows_of_keys(spans: Tensor, blocks: Tensor, lengths: Tensor) -> None:
     """Raise unless the keys of each sample are in the rows of its queries, as the backward operators read them."""
-    first = torch.arange(
-        0, blocks.shape[1] * ATTENTION_BLOCK, ATTENTION_BLOCK, device=blocks.device
-    )
-    known = spans[:, :1] + first
-    if not torch.equal(torch.where(first < lengths[:, None], blocks, known), known):
+    rows = zip(values_of(spans), values_of(blocks), values_of(lengths), strict=True)
+    if any(
+        list(starts[: -(-keys // ATTENTION_BLOCK)])
+        != list(range(first, first + keys, ATTENTION_BLOCK))
+        for (first, _), starts, keys in rows
+    ):
         raise UnsupportedError(
             expected="the keys of every sample in the same rows as its queries",
             received="a gradient through samples of q and k that begin at different rows, or pages of a cache",
@@ -271,7 +274,7 @@ def backward_with(prefix: str) -> Any:
 
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, spans, blocks, lengths = ctx.saved_tensors
-        if not torch.equal(spans[:, 1], lengths):
+        if [rows for _, rows in values_of(spans)] != list(values_of(lengths)):
             raise UnsupportedError(
                 expected="as many queries as keys in every sample",
                 received="a gradient through keys of a cache, or of an earlier chunk",

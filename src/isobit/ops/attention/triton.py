@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from isobit.errors import UnsupportedError
@@ -23,6 +22,7 @@ from isobit.ops.attention.triton_backward import (
     dot_heads,
 )
 from isobit.ops.attention.triton_forward import attention, attention_chunks, merge_chunks
+from isobit.ops.device_tables import values_of
 from isobit.ops.gpu.executors import triton_operator
 from isobit.ops.gpu.launching import run, target_of
 from isobit.order.plan import ATTENTION_BLOCK, ATTENTION_CHUNK
@@ -70,10 +70,10 @@ class Call:
             "KEY_HEADS": key_heads,
             "GROUP": q.shape[-2] // key_heads,
             "DEPTH": depth,
-            "PADDED": triton.next_power_of_2(depth),
+            "PADDED": 1 << (depth - 1).bit_length(),
             "CAPPED": mask.softcap > 0,
         }
-        longest = max(spans[:, 1].tolist(), default=0) if q.numel() else 0
+        longest = max((rows for _, rows in values_of(spans)), default=0) if q.numel() else 0
         spans, blocks, lengths = spans.contiguous(), blocks.contiguous(), lengths.contiguous()
         # No limit is larger than the table, so that sums of positions fit in 32 bits.
         keys = blocks.shape[1] * ATTENTION_BLOCK
@@ -151,10 +151,10 @@ def forward(
     few = rows <= FEW_ROWS
     tile = call.tile("few queries" if few else "many queries", y)
     how = {**call.constants, **tile, "CHUNK": CHUNK}
-    tiles = triton.cdiv(rows, how["ROWS"])
+    tiles = -(-rows // how["ROWS"])
     grid = (tiles * call.samples, how["KEY_HEADS"])
     where = (call.spans, call.blocks, call.lengths, tiles, call.table, *call.limits)
-    chunks = triton.cdiv(call.table * ATTENTION_BLOCK, CHUNK)
+    chunks = -(-call.table * ATTENTION_BLOCK // CHUNK)
     if not few or chunks == 1:
         run(attention, grid, *inputs, y, lse, *where, *call.scoring, GUARD=call.hides, **how)
         return
@@ -203,10 +203,10 @@ def triton_attention_backward(
     grad, lse, heads = grad.contiguous(), lse.contiguous(), lse.numel()
     dots = torch.empty_like(lse)
     how: dict[str, Any] = {"DEPTH": q.shape[-1], "ROWS": DOT_ROWS, "warps": 4}
-    run(dot_heads, (triton.cdiv(heads, DOT_ROWS),), grad, out.contiguous(), dots, heads, **how)
+    run(dot_heads, (-(-heads // DOT_ROWS),), grad, out.contiguous(), dots, heads, **how)
     inputs = (grad, q.contiguous(), k.contiguous(), v.contiguous(), lse, dots)
     how = {**call.constants, **call.tile("gradient", q)}
-    tiles = triton.cdiv(call.longest, how["ROWS"])
+    tiles = -(-call.longest // how["ROWS"])
     where = (call.spans, call.blocks, call.lengths, tiles, call.table, *call.limits, *call.scoring)
     programs = tiles * call.samples
     run(differentiate_queries, (programs, q.shape[-2]), *inputs, dq, *where, **how)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from isobit import bits
-from isobit.ops.attesting import Call, call_native, wide_values
+from isobit.ops.attesting import Call, call_native, cases_for, wide_values
 from isobit.ops.portable.sums import merge_segments, round_once, widen_rows
 from isobit.ops.share import gradient_dtype
 from isobit.order.plan import Leaf
@@ -47,12 +47,13 @@ def embedding(ids: Tensor, weight: Tensor) -> Tensor:
 
 # (lengths, H): one sample of two leaves; several segments, one empty; three samples in one segment.
 CASES = (((270,), 17), ((9, 0, 20, 30), 3), ((9, 30, 20), 3))
+GPU_CASES = (((9, 0, 270, 30), 17), ((9, 30, 20), 17))
 VOCABULARY, PADDING = 5, 3
 
 
 def difference(dtype: torch.dtype, call: Call = call_native) -> str | None:
     """Return what differs first, or None."""
-    for lengths, n in CASES:
+    for lengths, n in cases_for(call, CASES, GPU_CASES):
         generator = torch.Generator().manual_seed(n)
         samples = Samples.packed(lengths)
         ids = torch.randint(0, VOCABULARY, (samples.rows,), generator=generator)

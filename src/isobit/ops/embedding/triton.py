@@ -9,20 +9,19 @@ of the tree, the two halves of a node, of which one may be missing. The sort and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from isobit.ops.device_tables import is_capturing, kept, refuse_capture
 from isobit.ops.gpu.elementary import round_once
 from isobit.ops.gpu.executors import triton_operator
 from isobit.ops.gpu.launching import run
 from isobit.ops.gpu.ordered_rows import BLOCK, WARPS, fold
 from isobit.ops.portable.samples import whole_samples
 from isobit.ops.share import gradient_dtype
-from isobit.order.plan import Segment
+from isobit.order.samples import Samples
 
 TOKENS = 16  # of a program of the lookup
 
@@ -37,14 +36,18 @@ def look_up(
     WIDTH: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
+    ABSENT: tl.constexpr = 0,
 ) -> None:
-    """Copy rows of weight [ROWS, WIDTH] to y [SIZE, WIDTH]; an id that is no row reads nothing."""
+    """Copy rows of weight [ROWS, WIDTH] to y [SIZE, WIDTH]; an id that is no row gives +0, or NaN if ABSENT is 1."""
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     row = tl.load(ids + token, mask=token < SIZE, other=0).to(tl.int64)
     inside = (token < SIZE) & (column < WIDTH)
     known = inside & (row >= 0) & (row < ROWS)
-    value = tl.load(weight + row * WIDTH + column, mask=known, other=0.0)
+    other = 0.0
+    if ABSENT:
+        other = float("nan")
+    value = tl.load(weight + row * WIDTH + column, mask=known, other=other)
     tl.store(y + token * WIDTH + column, value, mask=inside)
 
 
@@ -82,17 +85,16 @@ def store_rows(
     tl.store(table + place, round_once(total, table.dtype.element_ty), mask=inside)
 
 
-def tokens_in_order(
-    segments: Sequence[Segment], device: torch.device
-) -> tuple[Tensor, Tensor, Tensor]:
+def tokens_in_order(samples: Samples) -> tuple[Tensor, Tensor, Tensor]:
     """Return the tokens of all samples in the order of the segments, and the leaf and the segment of each."""
-    leaves = [(leaf.start, leaf.length, at) for at, run in enumerate(segments) for leaf in run]
+    runs = enumerate(samples.segments)
+    leaves = [(leaf.start, leaf.length, at) for at, run in runs for leaf in run]
     table = torch.tensor(leaves, dtype=torch.int64).reshape(-1, 3)
     start, length, segment = table.unbind(1)
     leaf = torch.repeat_interleave(torch.arange(len(table)), length)
     first = length.cumsum(0) - length
     tokens = torch.arange(len(leaf)) - first[leaf] + start[leaf]
-    return tokens.to(device), leaf.to(device), segment[leaf].to(device)
+    return tokens, leaf, segment[leaf]
 
 
 def runs_of(*keys: Tensor) -> tuple[Tensor, Tensor]:
@@ -109,7 +111,7 @@ def run_columns(
     kernel: object, rows: int, width: int, *args: Tensor | int, **constants: int
 ) -> None:
     """Launch a kernel over `rows` programs times blocks of columns."""
-    grid = (rows, triton.cdiv(width, BLOCK))
+    grid = (rows, -(-width // BLOCK))
     run(kernel, grid, *args, warps=WARPS, WIDTH=width, BLOCK=BLOCK, **constants)
 
 
@@ -117,16 +119,21 @@ def run_columns(
 def triton_embedding(
     ids: Tensor, weight: Tensor, spans: Tensor | None, padding: int, of: int = 0
 ) -> Tensor:
-    """Look up rows; an id that is not in the table raises IndexError, on a GPU when the device is synchronized."""
+    """Look up rows; an id that is not in the table raises IndexError, on a GPU when the device is synchronized.
+
+    Builds of torch for ROCm leave assertions on the device out: there, the row of such an id is NaN.
+    """
     known = ((ids >= 0) & (ids < len(weight))).all()
-    if ids.is_cuda:
+    if ids.is_cuda or is_capturing():
         torch._assert_async(known)
     elif not known:
         raise IndexError("an id that is no row of the table")
     y = torch.empty(*ids.shape, weight.shape[1], dtype=weight.dtype, device=weight.device)
     given = (ids.contiguous(), weight.contiguous(), y, ids.numel())
-    programs = triton.cdiv(ids.numel(), TOKENS)
-    run_columns(look_up, programs, weight.shape[1], *given, ROWS=len(weight), TOKENS=TOKENS)
+    programs = -(-ids.numel() // TOKENS)
+    run_columns(
+        look_up, programs, weight.shape[1], *given, ROWS=len(weight), TOKENS=TOKENS, ABSENT=1
+    )
     return y
 
 
@@ -137,7 +144,13 @@ def triton_embedding_weight_grad(
     samples, width, device = whole_samples(grad, spans, of), grad.shape[-1], grad.device
     dtype = gradient_dtype(grad.dtype, len(samples.spans), samples.total)
     table = torch.zeros(vocabulary, width, dtype=dtype, device=device)
-    tokens, leaf, segment = tokens_in_order(samples.segments, device)
+    if is_capturing():
+        refuse_capture("the gradient of an embedding, whose sums depend on the ids")
+    tokens, leaf, segment = kept(
+        ("tokens", samples.spans, samples.total),
+        device,
+        lambda: tuple(part.to(device) for part in tokens_in_order(samples)),
+    )
     key, order = ids.reshape(-1)[tokens].long().sort(stable=True)
     order = order[key != padding]
     key, tokens, leaf, node = key[key != padding], tokens[order], leaf[order], segment[order]

@@ -2,10 +2,9 @@
 
 [Note: what a GPU is held to]
 Row and element operators, and all products in fp32, must have the bits of the portable executor on the CPU. Products of
-16-bit operands must have those of the tensor-core engine that isobit.order.engines defines for the GPU: sums over
-features before rounding, on values of many magnitudes, by the kernels for few rows and for many. These sums of `linear`
-are compared for every operator that multiplies 16-bit operands; its own attestation compares it in fp32. An operator
-that differs is refused at every call.
+16-bit operands must have those of the tensor-core engine that isobit.order.engines defines for the GPU, in every form
+that a model runs; see [Note: the forms of a product] in shipped_forms.py. An operator that differs is refused at every
+call.
 """
 
 from __future__ import annotations
@@ -114,15 +113,17 @@ def compare(
     operator: str, dtype: torch.dtype, device: torch.device, engine: str
 ) -> tuple[str | None, int]:
     """Return what differs first, or None, and the number of operators that were compared."""
-    if operator in PRODUCTS and operator != "linear" and dtype != torch.float32:
-        found, _ = compare("linear", dtype, device, engine)
-        return found or compare(operator, torch.float32, device, "chain")[0], 2
     import_module(executors.home_of(operator))
     for name in executors.names_of(operator):
         executors.prepare(name, dtype)
-    attest = find_attestation(operator)
     call = calls_on(device)
+    forms = import_module(
+        "isobit.ops.gpu.shipped_forms"
+    )  # needs no Triton, and much time to import
     if operator == "linear":
-        return attest.difference_on_gpu(dtype, call, device, engine), 1
+        return forms.linear_difference(dtype, call, device, engine), 1
+    if operator in forms.OF_HALVES and dtype != torch.float32:
+        return forms.OF_HALVES[operator](dtype, call, engine), 1
+    attest = find_attestation(operator)
     difference = getattr(attest, "difference_on_gpu", None) or attest.difference
     return difference(dtype, call), 1

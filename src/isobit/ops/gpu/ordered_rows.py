@@ -13,7 +13,6 @@ The tables are made on the host from the spans of the samples.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -22,11 +21,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from isobit.ops.device_tables import copied, kept
 from isobit.ops.gpu.elementary import round_once
 from isobit.ops.gpu.launching import run
 from isobit.ops.gpu.sums import merge_columns
 from isobit.ops.share import gradient_dtype
-from isobit.order.plan import FEATURE_CAP, SAMPLE_CAP, Segment, count_segments, cut_into_leaves
+from isobit.order.plan import FEATURE_CAP, SAMPLE_CAP, count_segments, cut_into_leaves
 from isobit.order.samples import Samples
 
 BLOCK, WARPS = 64, 4  # columns of a program
@@ -46,14 +46,18 @@ class Leaves:
     bounds: Tensor
 
     @classmethod
-    def of(cls, segments: Sequence[Segment], device: torch.device) -> Leaves:
-        """Return the tables of segments."""
-        leaves = [(leaf.start, leaf.length) for segment in segments for leaf in segment]
-        bounds = list(accumulate((len(segment) for segment in segments), initial=0))
-        return cls(
-            torch.tensor(leaves, dtype=torch.int64, device=device).reshape(-1, 2),
-            torch.tensor(bounds, dtype=torch.int64, device=device),
-        )
+    def of(cls, samples: Samples, device: torch.device, apart: bool = False) -> Leaves:
+        """Return the tables of the segments of samples, or of every sample apart."""
+
+        def make() -> Leaves:
+            segments = samples.segments
+            if apart:
+                segments = tuple(cut_into_leaves(*span, False) for span in samples.spans)
+            leaves = [(leaf.start, leaf.length) for segment in segments for leaf in segment]
+            bounds = list(accumulate((len(segment) for segment in segments), initial=0))
+            return cls(copied(leaves, (-1, 2), device), copied(bounds, (-1,), device))
+
+        return kept((samples.spans, samples.total, apart), device, make)
 
     @property
     def count(self) -> int:
@@ -135,7 +139,7 @@ def fold(rows: Tensor, bounds: Tensor, dtype: torch.dtype | None) -> Tensor:
     """Return [runs, n], the sums of runs of rows [rows, n] from left to right; fp32 and not final if dtype is None."""
     runs, width = len(bounds) - 1, rows.shape[1]
     out = torch.empty(runs, width, dtype=dtype or torch.float32, device=rows.device)
-    grid, how = (runs, triton.cdiv(width, BLOCK)), {"WIDTH": width, "FINAL": dtype is not None}
+    grid, how = (runs, -(-width // BLOCK)), {"WIDTH": width, "FINAL": dtype is not None}
     run(fold_runs, grid, rows, bounds, out, warps=WARPS, BLOCK=BLOCK, **how)
     return out
 
@@ -150,17 +154,17 @@ def merge(rows: Tensor, count: int, dtype: torch.dtype | None) -> Tensor:
         out = torch.empty(
             len(rows) // merged, width, dtype=kind or torch.float32, device=rows.device
         )
-        grid, how = (len(out), triton.cdiv(width, BLOCK)), {"WIDTH": width, "COUNT": merged}
+        grid, how = (len(out), -(-width // BLOCK)), {"WIDTH": width, "COUNT": merged}
         run(merge_runs, grid, rows, out, warps=WARPS, BLOCK=BLOCK, FINAL=kind is not None, **how)
         rows = out
     return rows
 
 
-def sum_rows(rows: Tensor, segments: Sequence[Segment], dtype: torch.dtype) -> Tensor:
-    """Return [n], the sum of contiguous rows [tokens, n] over segments of tokens, rounded to dtype; zero if none."""
-    leaves, width = Leaves.of(segments, rows.device), rows.shape[1]
+def sum_rows(rows: Tensor, samples: Samples, dtype: torch.dtype) -> Tensor:
+    """Return [n], the sum of contiguous rows [tokens, n] over samples, rounded to dtype; zero if none."""
+    leaves, width = Leaves.of(samples, rows.device), rows.shape[1]
     sums = torch.empty(leaves.count, width, dtype=torch.float32, device=rows.device)
-    grid = (leaves.count, triton.cdiv(width, BLOCK))
+    grid = (leaves.count, -(-width // BLOCK))
     run(sum_leaf_rows, grid, rows, leaves.table, sums, warps=WARPS, WIDTH=width, BLOCK=BLOCK)
     return sum_leaves(sums, leaves, dtype)
 
@@ -238,14 +242,12 @@ def sum_terms(
 ) -> Tensor:
     """Return dweight [n] from contiguous grad and x; each token has `heads` rows, 0 means that a row is a token."""
     n = x.shape[-1]
-    segments = samples.segments
-    if heads:  # the tokens of each sample first, then heads, then samples
-        segments = tuple(cut_into_leaves(*span, False) for span in samples.spans)
-    leaves = Leaves.of(segments, x.device)
+    # With heads: the tokens of each sample first, then heads, then samples.
+    leaves = Leaves.of(samples, x.device, apart=heads > 0)
     sums = torch.empty(leaves.count, max(heads, 1) * n, dtype=torch.float32, device=x.device)
     run(
         sum_leaf_terms,
-        (leaves.count, triton.cdiv(sums.shape[1], BLOCK)),
+        (leaves.count, -(-sums.shape[1] // BLOCK)),
         grad,
         x,
         scales if means is None else means,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from isobit import bits
-from isobit.ops.attesting import Call, call_native, spans_and_samples, wide_values
+from isobit.ops.attesting import Call, call_native, cases_for, spans_and_samples, wide_values
 from isobit.ops.portable.norms import input_grad, scale_of
 from isobit.ops.portable.sums import mean_last, round_once, sum_samples, widen_rows
 from isobit.ops.share import gradient_dtype
@@ -50,12 +50,13 @@ def layer_norm_backward(
 
 # (tokens, n): two leaves of tokens and a tail alone; one long segment of features.
 CASES = ((270, 7), (3, 1025))
+GPU_CASES = ((270, 2056),)
 EPS = 1e-5
 
 
 def difference(dtype: torch.dtype, call: Call = call_native) -> str | None:
     """Return what differs first, or None."""
-    for tokens, n in CASES:
+    for tokens, n in cases_for(call, CASES, GPU_CASES):
         generator = torch.Generator().manual_seed(n)
         x, grad = (wide_values((tokens, n), dtype, generator) for _ in range(2))
         weight, bias = (wide_values((n,), dtype, generator) for _ in range(2))

@@ -148,5 +148,5 @@ def triton_layer_norm_backward(
     run(differentiate_rows, grid, grad, x, weight.contiguous(), means, scales, dx, rows, **how)
     samples = whole_samples(grad, spans, of)
     dtype = gradient_dtype(x.dtype, len(samples.spans), samples.total)
-    dbias = sum_rows(grad.reshape(-1, x.shape[-1]), samples.segments, dtype)
+    dbias = sum_rows(grad.reshape(-1, x.shape[-1]), samples, dtype)
     return dx, sum_terms(grad, x, means, scales, samples, 0), dbias

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-
 import torch
 
-from isobit import bits
 from isobit.errors import RevealError, in_one_line
 from isobit.foundation import native
 from isobit.foundation.records import Attestation
-from isobit.ops.attesting import Call, spans_and_samples, wide_values
-from isobit.ops.linear import portable
+from isobit.ops.attesting import wide_values
 from isobit.order.addition import digest
-from isobit.order.engines import tensor_core
-from isobit.order.evaluate import ENGINES, by_leaf, evaluate, expected_tree, feature_segments
+from isobit.order.evaluate import ENGINES, evaluate, expected_tree, feature_segments
 from isobit.reveal.targets import products
 from isobit.reveal.targets.tensor_target import TensorTarget
 from isobit.reveal.tree import reveal
@@ -24,7 +19,6 @@ ROW_COUNTS = (1, 5, 33, 130)
 # Two segments; one long segment of many leaves, the last of them short; a leaf that is not a multiple of the engine's
 # block.
 EXTENTS = (512, 4099, 300)
-GPU_ROW_COUNTS = (2, 130)  # one program per segment and tile; one per tile
 
 
 def attest_kernels() -> tuple[Attestation, ...]:
@@ -64,52 +58,6 @@ def forward_target(dtype: torch.dtype, rows: int, extent: int) -> TensorTarget:
         return torch.ops.isobit.linear_roots(x, weight, extent, 0)[0]  # type: ignore[no-any-return]
 
     return products.linear(extent, rows, dtype=dtype, row=rows - 1, function=run)
-
-
-def difference_on_gpu(
-    dtype: torch.dtype, call: Call, device: torch.device, engine: str
-) -> str | None:
-    """Return what differs first on a GPU, or None: sums over features before rounding, and gradients in fp32."""
-    multiply = import_module("isobit.ops.linear.triton").multiply
-    add = ENGINES[engine]
-    if dtype == torch.float16:
-        add = by_leaf(tensor_core(engine, "f16"))
-    for extent in EXTENTS:
-        segments = feature_segments(extent, engine)
-        generator = torch.Generator().manual_seed(extent)
-        weight = wide_values((1, extent), dtype, generator)
-        column = weight[0].double().tolist()
-        for rows in GPU_ROW_COUNTS:
-            x = wide_values((rows, extent), dtype, generator)
-            got = multiply(x.to(device), weight.to(device), None, torch.float32).cpu()[[0, -1], 0]
-            want = [
-                evaluate(segments, list(zip(row, column, strict=True)), add)
-                for row in x[[0, -1]].double().tolist()
-            ]
-            if not torch.equal(got, torch.tensor(want, dtype=torch.float32)):
-                return f"the product of {rows} rows at extent {extent}"
-    return gradients_differ(call) if dtype == torch.float32 else None
-
-
-def gradients_differ(call: Call) -> str | None:
-    """Return the gradient in fp32 that differs from the portable executor, or None."""
-    tokens, outputs, inputs = 270, 5, 7
-    generator = torch.Generator().manual_seed(tokens)
-    grad, x = (wide_values((tokens, n), torch.float32, generator) for n in (outputs, inputs))
-    weight = wide_values((outputs, inputs), torch.float32, generator)
-    spans, samples = spans_and_samples(tokens)
-    pairs = {
-        "input": (call("linear_input_grad", grad, weight), portable.input_grad(grad, weight)),
-        "weight": (
-            call("linear_weight_grad", grad, x, spans),
-            portable.weight_grad(grad, x, samples),
-        ),
-        "bias": (call("linear_bias_grad", grad, spans), portable.bias_grad(grad, samples)),
-    }
-    for name, (found, known) in pairs.items():
-        if not bits.equal(found, known):
-            return f"the gradient of linear's {name}"
-    return None
 
 
 def values_agree(dtype: torch.dtype, engine: str, extent: int) -> bool:

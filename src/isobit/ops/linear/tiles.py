@@ -6,6 +6,7 @@ Every tile gives the same bits: it decides which elements a program computes and
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 
@@ -28,6 +29,7 @@ class ProductTile:
     stages: int
     pairs: int = 1
 
+    @lru_cache(maxsize=4096)  # noqa: B019 (there are few tiles; a layer asks for the same at every call)
     def fit(self, columns: int, length: int) -> ProductTile:
         """Return a tile that is not wider than a matrix, and not deeper than its segments of `length` products."""
         depth = self.depth

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from isobit.errors import UnsupportedError
+from isobit.ops.device_tables import table_of
 from isobit.ops.gpu.executors import triton_operator
 from isobit.ops.gpu.launching import run, target_of
 from isobit.ops.gpu.ordered_rows import BLOCK as COLUMNS
@@ -43,22 +45,24 @@ def multiply(
     *,
     transposed: bool = False,
     out: Tensor | None = None,
+    enough: int = ENOUGH,
 ) -> Tensor:
     """Return x [..., K] · weightᵀ + bias, rounded to dtype: weight is [N, K], or [K, N] if `transposed`.
 
-    `out` is contiguous memory for it, of its shape and dtype.
+    `out` is contiguous memory for it, of its shape and dtype. Few rows with fewer tiles than `enough` have a program
+    per segment.
     """
     extent = x.shape[-1]
     columns = weight.shape[1 if transposed else 0]
     check_addressable(weight)
     y = torch.empty(*x.shape[:-1], columns, dtype=dtype, device=x.device) if out is None else out
-    rows, plan = x.shape[:-1].numel(), FeaturePlan(extent)
+    rows, segments = x.shape[:-1].numel(), segments_of(extent)
     factor = weight.contiguous()
     given = x.contiguous(), factor, factor if bias is None else bias.contiguous()
-    constants = {"N": columns, "K": extent, "SEGMENTS": plan.count, "TRANSPOSED": transposed}
+    constants = {"N": columns, "K": extent, "SEGMENTS": segments, "TRANSPOSED": transposed}
     tile = fitted(x, rows, constants)
-    few = rows < MANY_ROWS and count_tiles(rows, columns, tile) < ENOUGH
-    form = multiply_segments if few and plan.count > 1 else multiply_tiles
+    few = rows < MANY_ROWS and count_tiles(rows, columns, tile) < enough
+    form = multiply_segments if few and segments > 1 else multiply_tiles
     form(given, y, rows, tile, constants, bias is not None)
     return y
 
@@ -147,7 +151,7 @@ def sum_weight_grad(
     levels, tiles = segments.bit_length() - 1, count_tiles(outputs, inputs, tile)
     at_once = max(SCRATCH // (max(levels, 1) * tile.rows * tile.columns), 1)
     scratch = partial_sums(x, min(at_once, tiles), max(levels, 1), tile.rows, tile.columns)
-    spans = torch.tensor(samples.spans, dtype=torch.int64, device=x.device)
+    spans = table_of(samples.spans, (-1, 2), x.device)
     given = grad.contiguous(), x.contiguous(), spans, dw, scratch
     for first in range(0, tiles, at_once):
         run(
@@ -171,12 +175,18 @@ def sum_weight_grad(
 
 def sum_bias_grad(grad: Tensor, samples: Samples) -> Tensor:
     """Return db [N], summed over the samples of grad [..., N]."""
-    columns, leaves = grad.shape[-1], Leaves.of(samples.segments, grad.device)
+    columns, leaves = grad.shape[-1], Leaves.of(samples, grad.device)
     sums = partial_sums(grad, leaves.count, columns)
     grid = (leaves.count, -(-columns // COLUMNS))
     given = grad.contiguous(), leaves.table, sums
     run(sum_leaf_rows, grid, *given, N=columns, BLOCK=COLUMNS, warps=WARPS)
     return sum_leaves(sums, leaves, gradient_dtype(grad.dtype, len(samples.spans), samples.total))
+
+
+@lru_cache(maxsize=4096)
+def segments_of(extent: int) -> int:
+    """Return the number of segments of a feature axis."""
+    return FeaturePlan(extent).count
 
 
 def fitted(x: Tensor, rows: int, constants: dict[str, int]) -> ProductTile:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from isobit.errors import ArgumentError
 from isobit.ops.arguments import refuse_shape
+from isobit.ops.device_tables import table_of, values_of
 from isobit.ops.share import check_default, check_share, check_subtree
 from isobit.order.samples import Samples
 
@@ -56,7 +57,7 @@ def check_rows(samples: Samples, x: Tensor) -> None:
 def spans_of(samples: Samples, x: Tensor) -> Tensor:
     """Return spans [samples, 2]: the first row and the number of rows of each sample of x [..., K]."""
     check_rows(samples, x)
-    return torch.tensor(samples.spans, dtype=torch.int64, device=x.device).reshape(-1, 2)
+    return table_of(samples.spans, (-1, 2), x.device)
 
 
 def describe(
@@ -83,7 +84,7 @@ def whole_samples(rows: Tensor, spans: Tensor | None, of: int = 0) -> Samples:
         UnsupportedError: If a share is not exactly one subtree.
     """
     if spans is not None:
-        known = tuple((int(start), int(length)) for start, length in spans.tolist())
+        known = tuple((int(start), int(length)) for start, length in values_of(spans))
         share = Samples(known, rows.shape[:-1].numel(), 0, of or len(known))
         if share.is_share:
             check_subtree(share)

@@ -6,7 +6,14 @@ import torch
 from torch import Tensor
 
 from isobit import bits
-from isobit.ops.attesting import ROW_LENGTHS, Call, call_native, wide_values
+from isobit.ops.attesting import (
+    GPU_ROW_LENGTHS,
+    ROW_LENGTHS,
+    Call,
+    call_native,
+    cases_for,
+    wide_values,
+)
 from isobit.ops.portable.elementary import exp_nonpositive
 from isobit.ops.portable.sums import round_once, sum_last, widen_rows
 
@@ -33,7 +40,7 @@ def softmax_backward(grad: Tensor, y: Tensor) -> Tensor:
 
 def difference(dtype: torch.dtype, call: Call = call_native) -> str | None:
     """Return what differs first, or None."""
-    for extent in ROW_LENGTHS:
+    for extent in cases_for(call, ROW_LENGTHS, GPU_ROW_LENGTHS):
         generator = torch.Generator().manual_seed(extent)
         x, grad = (wide_values((3, extent), dtype, generator) for _ in range(2))
         y = call("softmax", x)

@@ -1,0 +1,105 @@
+"""Small tables of integers on a device, made once: where samples begin, and how many rows they have.
+
+[Note: tables without host waits]
+A table that is copied from the host makes the host wait for the GPU, a table that is read on the host does too, and a
+CUDA graph can capture neither. So a table is made once per description and device and kept, and it carries the numbers
+that it was made of. A graph reads its tables when it is replayed: those that were used in a capture are kept for good.
+Nothing is kept under a mode of torch (FakeTensorMode and others) or torch.compile, which have tensors of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from isobit.errors import UnsupportedError
+
+T = TypeVar("T")
+MOST = 1024  # descriptions that are kept
+_VALUES = "_isobit_values"
+_is_initialized: Callable[[], bool] = torch.cuda.is_initialized
+_made: dict[Hashable, Any] = {}
+_captured: dict[Hashable, Any] = {}
+
+
+def is_capturing() -> bool:
+    """Return whether the current stream's work becomes part of a CUDA graph."""
+    return _is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def kept(key: Hashable, device: torch.device, make: Callable[[], T]) -> T:
+    """Return what `make` returned for a key and a device before, or now.
+
+    Raises:
+        UnsupportedError: If it is not made yet, and a CUDA graph is being captured.
+    """
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return make()
+    place = (key, device)
+    found = _made.get(place)
+    capturing = is_capturing()
+    if found is None:
+        if capturing:
+            refuse_capture("samples of new lengths")
+        if len(_made) >= MOST:
+            forget()
+        with torch.inference_mode(False):  # else it could not be saved for a backward
+            found = _made[place] = make()
+    if capturing:
+        _captured[place] = found
+    return found
+
+
+def forget() -> None:
+    """Drop tables; kernels of every stream may still read them, so the devices finish first."""
+    if _is_initialized():
+        for at in range(torch.cuda.device_count()):
+            torch.cuda.synchronize(at)
+    _made.clear()
+
+
+def refuse_capture(what: str) -> None:
+    """Raise: what is copied from the host cannot be part of a CUDA graph."""
+    raise UnsupportedError(
+        expected="calls in a CUDA graph with samples whose tables are on the GPU already",
+        received=f"{what}, inside a capture",
+        remedy="run the step once before it is captured, with the same shapes and the same Samples",
+    )
+
+
+def copied(values: Sequence[Any], shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return int64 values on a device, without waiting for it; `values_of` knows them."""
+    if torch.compiler.is_compiling():
+        return torch.tensor(values, dtype=torch.int64, device=device).reshape(shape)
+    if is_capturing():
+        refuse_capture("a table that changes at every call, as of a KVCache")
+    if device.type == "cuda" and torch.cuda.is_available():
+        held = torch.tensor(values, dtype=torch.int64, device="cpu").reshape(shape).pin_memory()
+        table = held.to(device, non_blocking=True)
+    else:
+        table = torch.tensor(values, dtype=torch.int64, device=device).reshape(shape)
+    if not table.is_inference():
+        setattr(table, _VALUES, (table._version, values))
+    return table
+
+
+def table_of(values: tuple[Any, ...], shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return an int64 table of values that is kept; nobody may write into it."""
+    return kept((values, shape), device, lambda: copied(values, shape, device))
+
+
+def values_of(table: Tensor) -> Any:
+    """Return the numbers of a table as they were given, or as nested lists where it was made elsewhere.
+
+    Raises:
+        UnsupportedError: If they must be read from a GPU while a graph is captured.
+    """
+    version, values = getattr(table, _VALUES, (None, None))
+    if values is not None and version == table._version:
+        return values
+    if is_capturing():
+        refuse_capture("a table that isobit did not make")
+    return table.tolist()

@@ -1,0 +1,96 @@
+"""Theorem: machine code has no fused product and sum that the PTX has not, and as many matrix instructions.
+
+A PTX text with products and sums that ptxas is free to fuse must go red. AMD's code is looked at as text: k is
+ascending in every matrix product, and nothing is approximate.
+"""
+
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from benchmarks.machine_code import attested_calls
+from isobit.certifying.running import card, sass
+from isobit.certifying.running.backends import compiler_for
+from isobit.certifying.running.compile import gpu_target, source_of
+
+NVIDIA = ("sm_80", "sm_90", "sm_100")
+FREE = """.version 8.0
+.target sm_90a
+.address_size 64
+.visible .entry free(.param .u64 p) {
+  .reg .f32 %f<4>; .reg .b64 %rd<2>;
+  ld.param.u64 %rd1, [p];
+  ld.global.f32 %f1, [%rd1];
+  ld.global.f32 %f2, [%rd1+4];
+  MULTIPLY %f3, %f1, %f2;
+  ADD %f3, %f3, %f1;
+  st.global.f32 [%rd1], %f3;
+  ret;
+}
+"""
+
+
+@pytest.mark.full
+def test_the_check_sees_a_fused_product(monkeypatch):
+    """ptxas fuses what is not rounded, unless it is told not to; .rn forbids it by itself."""
+    real = sass.run
+    monkeypatch.setattr(sass, "run", lambda words: real([w for w in words if w != "--fmad=false"]))
+    assert sass.fuses(FREE.replace("MULTIPLY", "mul.f32").replace("ADD", "add.f32"), "sm_90")
+    assert not sass.fuses(
+        FREE.replace("MULTIPLY", "mul.rn.f32").replace("ADD", "add.rn.f32"), "sm_90"
+    )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("target", NVIDIA)
+def test_ptxas_keeps_the_roundings_and_the_products(target):
+    kernels, products, known = 0, 0, 0
+    for kernel, call in attested_calls(target):
+        made = compiler_for(target).compile(kernel, call)
+        assert not re.search(r"\b(?:add|sub|mul)\.(?:f32|f32x2)\b", made.ptx), kernel.__name__
+        assert not sass.fuses(made.ptx, target), kernel.__name__
+        code = sass.disassemble(sass.assemble(made.ptx, target))
+        wanted = sass.count_products(made.ptx)
+        assert bool(sass.count(code, sass.MATRIX)) == bool(wanted), kernel.__name__
+        recorded = card.recorded(target, made.facts.digest)
+        assert recorded in ("", sass.digest_of(code)), kernel.__name__
+        kernels, products, known = kernels + 1, products + bool(wanted), known + bool(recorded)
+    print(
+        f"{target}: {kernels} kernels, {products} with matrix products, {known} with recorded code"
+    )
+    assert kernels >= 34
+    assert products >= 20
+
+
+MFMA = re.compile(r"(#mma\d*) = #ttg\.amd_mfma<\{[^}]*instrShape = \[(\d+), (\d+), (\d+)\]")
+DOT = re.compile(r"tt\.dot .*kWidth = (\d+)\}>> \* .*kWidth = (\d+)\}>>")
+APPROXIMATE = re.compile(r"\bv_(?:exp|log|rsq|sin|cos)_f32|\bv_mad_f32")
+FUSED = re.compile(r"\bv_(?:pk_)?fma(?:c|mk|ak)?_f32")
+DIVISION = re.compile(r"\bv_div_(?:scale|fmas|fixup)_f32|v_sqrt_f32|v_rcp_f32")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_gfx942_adds_in_order_of_k_and_fuses_nothing(dtype):
+    from triton.compiler import compile as triton_compile
+
+    dots = kernels = 0
+    for kernel, call in attested_calls(
+        "gfx942", ("linear", "attention", "rms_norm", "silu"), dtype
+    ):
+        made = triton_compile(
+            source_of(kernel, call), target=gpu_target("gfx942"), options=call.options.__dict__
+        )
+        text, code = made.asm["ttgir"], made.asm["amdgcn"]
+        widths = {width for found in DOT.findall(text) for width in found}
+        # A lane has k in order if it has four 16-bit products of an instruction of 16 or 8, or one of fp32.
+        assert widths <= ({"4"} if dtype == torch.bfloat16 else {"1"}), (kernel.__name__, widths)
+        assert not APPROXIMATE.search(code), kernel.__name__
+        written = "math.fma" in text or "tt.extern_elementwise" in text or dtype == torch.float32
+        assert written or DIVISION.search(code) or not FUSED.search(code), kernel.__name__
+        dots, kernels = dots + bool(widths), kernels + 1
+    print(f"gfx942 {dtype}: {kernels} kernels, {dots} with matrix products")
+    assert dots >= 10
