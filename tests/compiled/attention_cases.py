@@ -54,7 +54,7 @@ def attention_case(
 ):
     """The last `queries` of a sample of `keys`; form "fold" for one program per tile, "chunks" for split-KV.
 
-    Names are of the kernels without GUARD, whose branch on values is refused; see triton_states.py.
+    Names are of the kernels without GUARD, whose branch on values is refused; see triton_forward.py.
     """
     q = draw(keys, key_heads * group, depth, dtype=dtype, seed=6, spread=1)[keys - queries :]
     k, v = (draw(keys, key_heads, depth, dtype=dtype, seed=seed, spread=1) for seed in (7, 8))

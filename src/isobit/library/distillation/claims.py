@@ -273,6 +273,7 @@ def refused_calls() -> Iterator[Call]:
     yield "other tokens", (hidden, weight, (torch.ones(3, 3), weight), targets), {}
     yield "logits of other words", (hidden, weight, torch.ones(2, 4), targets), {}
     yield "an id beyond the vocabulary", (hidden, weight, (ids + 1, logs), targets), {}
+    yield "no word of the teacher", (hidden, weight, (ids[:, :0], logs[:, :0]), targets), {}
     yield "logits for log-probabilities", (hidden, weight, (ids, logs + 3), targets), {}
     yield "a teacher that is a name", (hidden, weight, "teacher", targets), {}
     yield "no targets", (hidden, weight, teacher, None), {}

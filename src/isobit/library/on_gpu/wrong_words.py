@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from isobit.library.cross_entropy.claims import Loss
@@ -88,10 +87,10 @@ def all_rows(right: Any) -> Any:
 def words_backwards(right: Any) -> Any:
     """Sum dhidden of few rows from the last word to the first."""
 
-    def wrong(x: Tensor, weight: Tensor, *given: Any, transposed: bool = False) -> Tensor:
-        if transposed and len(x) < FEW:
+    def wrong(x: Tensor, weight: Tensor, *given: Any, **named: Any) -> Tensor:
+        if named.get("transposed") and len(x) < FEW:
             x, weight = x.flip(1), weight.flip(0)
-        return right(x, weight, *given, transposed=transposed)  # type: ignore[no-any-return]
+        return right(x, weight, *given, **named)  # type: ignore[no-any-return]
 
     return wrong
 
@@ -99,10 +98,10 @@ def words_backwards(right: Any) -> Any:
 def tokens_from_the_end(right: Any) -> Any:
     """Sum dweight with the tokens of a sample from the last to the first."""
 
-    def wrong(grad: Tensor, x: Tensor, samples: Samples, dtype: torch.dtype) -> Tensor:
+    def wrong(grad: Tensor, x: Tensor, samples: Samples, *given: Any, **named: Any) -> Tensor:
         spans = tuple((samples.rows - start - length, length) for start, length in samples.spans)
         turned = Samples(spans, samples.rows, samples.first, samples.total)
-        return right(grad.flip(0), x.flip(0), turned, dtype)  # type: ignore[no-any-return]
+        return right(grad.flip(0), x.flip(0), turned, *given, **named)  # type: ignore[no-any-return]
 
     return wrong
 

@@ -40,7 +40,7 @@ class Call:
     """The samples and sizes of a call.
 
     Attributes:
-        spans, blocks, lengths: See triton_blocks.py; contiguous.
+        spans, blocks, lengths: See triton_forward.py; contiguous.
         longest: The most queries of a sample.
         constants: The constants that all kernels of rows have.
         mask: Which keys a query sees, and the scale and the soft cap of the scores.

@@ -2,7 +2,7 @@
 
 Every sample has as many queries as keys. The query heads of a group are folded in ascending order. A tile is ROWS
 queries or keys of one block, and it meets all blocks that a query of its block sees, or that see a key of it. See
-triton_blocks.py for shapes; lse and dots are fp32 [rows, heads]. The grid is (TILES tiles of each sample, heads).
+triton_forward.py for shapes; lse and dots are fp32 [rows, heads]. The grid is (TILES tiles of each sample, heads).
 Sums start from +0, and a sum of +0 and anything is never -0: every zero is +0.
 """
 

@@ -1,8 +1,8 @@
-"""The kernels of attention's forward. Two forms with one order; triton_states.py has the order.
+"""The kernels of attention's forward. Two forms with one order: [Note: chunks of keys] in portable.py.
 
 `attention` folds all chunks of CHUNK keys in one program, for many queries. `attention_chunks` computes one chunk per
 program (split-KV) and `merge_chunks` folds them, for few queries. The grid is (TILES tiles of ROWS rows of each sample,
-KEY_HEADS), and (..., chunks) for `attention_chunks`. See triton_blocks.py for shapes; lse is fp32 [rows, heads].
+KEY_HEADS), and (..., chunks) for `attention_chunks`. Shapes are below; lse is fp32 [rows, heads].
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def load_heads_transposed(
 # Online softmax in Triton: the state of queries over the blocks of a chunk of keys, and over chunks, folded left.
 #
 # See [Note: chunks of keys] in isobit/ops/attention/portable.py for the state (most, total, output) of a query and for
-# the merge, and triton_blocks.py for shapes.
+# the merge.
 #
 # A block or chunk of which a row sees no key is not folded into that row, so that the expression of a row does not
 # depend on the tile. A key that a row does not see has the weight +0. Its value adds nothing if it is finite; GUARD

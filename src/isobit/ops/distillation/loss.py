@@ -205,8 +205,8 @@ def describe_known_words(
     """Return known words sorted by id, with the log of the probability that they leave to all others."""
     check_tensors(WITH_GPU, teacher_logprobs=logprobs)
     fits = ids.dtype in (torch.int64, torch.int32) and ids.shape == logprobs.shape
-    if not fits or ids.shape[:-1] != rows or ids.dim() != len(rows) + 1:
-        expected = f"{[*rows, 'n']}, int64 or int32, with log-probabilities of the same shape"
+    if not fits or ids.shape[:-1] != rows or ids.dim() != len(rows) + 1 or not ids.shape[-1]:
+        expected = f"{[*rows, 'n']}, n of 1 or more, int64 or int32, with log-probabilities of the same shape"
         refuse_shape("the teacher's ids", ids, expected, "pass one row of ids per row of hidden")
     flat = ids.reshape(-1, ids.shape[-1]).long()
     order = flat.argsort(dim=1, stable=True)
