@@ -7,7 +7,16 @@ device, where a stock operator would add, and what is read on the host. It says 
 import pytest
 import torch
 from stand_in_card import Card, host_reads, on_card, operators, to_card
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
 
 import isobit
 from isobit import bits
@@ -16,10 +25,23 @@ from isobit.ops.gpu import attestation
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 40}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LINEAR_ATTENTION = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "shared_expert_intermediate_size": 16,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 6,
+}
 MODELS = {
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, **HEADS, tie_word_embeddings=False)),
     "llama, tied": lambda: LlamaForCausalLM(
         LlamaConfig(**SIZES, **HEADS, tie_word_embeddings=True)
+    ),
+    "qwen3_moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **HEADS, **EXPERTS)),
+    "qwen3_next": lambda: Qwen3NextForCausalLM(
+        Qwen3NextConfig(**SIZES, **HEADS, **EXPERTS, **LINEAR_ATTENTION)
     ),
 }
 IDS = torch.randint(0, 40, (3, 5), generator=torch.Generator().manual_seed(0))

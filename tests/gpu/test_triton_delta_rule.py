@@ -103,7 +103,6 @@ WRONG = {
         ("new = rate[:, None]", "new = rate.to(tl.bfloat16)[:, None]"),
     ),
     "rows after themselves": (CHUNKS, ("(row > j) & fresh", "(row >= j) & fresh")),
-    "a sign of zeros": (CHUNKS, ("return x * -1.0", "return 0.0 - x")),
     "decays of other rows": (
         BACKWARD,
         ("fade * upstream.to(tl.float32)", "upstream.to(tl.float32)"),

@@ -7,7 +7,14 @@ Interpreted in `./check`; by compiled code in the PTX machine, which takes minut
 import pytest
 import torch
 from tensor_core_oracle import tensor_core_order
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
 
 import isobit
 from isobit import bits
@@ -106,3 +113,33 @@ def test_a_wrong_kernel_is_seen(monkeypatch):
         monkeypatch.setattr(triton, "run", wrong)
         with isobit.certifying.executing("interpreter", target="sm_90"):
             assert not bits.equal(isobit.logprobs(model, ids), expected)
+
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
+LINEAR_ATTENTION = {
+    "layer_types": ["linear_attention"],
+    "shared_expert_intermediate_size": 6,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 4,
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["mixture", "mixture and linear attention"])
+def test_a_mixture_trains_with_the_bits_of_the_cpu(name):
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    sizes = {**TINY, "hidden_size": 16, "tie_word_embeddings": False, **heads, **EXPERTS}
+    if name == "mixture":
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes))
+    else:
+        model = Qwen3NextForCausalLM(Qwen3NextConfig(**sizes, **LINEAR_ATTENTION))
+    model, ids = isobit.enable(model), torch.randint(0, 40, (2, 3))
+    expected, gradients = train(model, ids)
+    with isobit.certifying.executing("interpreter", target="sm_90"):
+        found, interpreted = train(model, ids)
+    assert bits.equal(found, expected)
+    assert len(gradients) >= 14
+    assert [name for name in gradients if not bits.equal(interpreted[name], gradients[name])] == []

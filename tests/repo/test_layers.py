@@ -47,7 +47,9 @@ LAYERS = {
 }
 # operator -> the operator that it is built on
 BUILT_ON = {
+    ("experts", "embedding"),
     ("experts", "linear"),
+    ("experts", "select_rows"),
     ("experts", "softmax"),
     ("logprob", "linear"),
     ("logprob", "exact_sum"),

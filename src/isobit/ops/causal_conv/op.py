@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from isobit.errors import UnsupportedError
-from isobit.ops.arguments import check_tensors, refuse_shape
+from isobit.ops.arguments import WITH_GPU, check_tensors, refuse_shape
 from isobit.ops.causal_conv import portable
 from isobit.ops.portable.samples import describe, whole_samples
 from isobit.ops.portable.sums import round_once
@@ -58,7 +58,7 @@ def causal_conv(
         >>> torch.equal(isobit.causal_conv(x[:, 8:], weight, before=x[:, 6:8]), whole[:, 8:])
         True
     """
-    check_tensors(x=x, weight=weight, before=before)
+    check_tensors(WITH_GPU, x=x, weight=weight, before=before)
     if weight.dim() != 3 or weight.shape[1] != 1 or 0 in weight.shape:
         refuse_shape("weight", weight, "[C, 1, K]", "pass the weight of Conv1d with groups=C")
     channels, _, taps = weight.shape

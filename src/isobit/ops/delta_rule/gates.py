@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.ops.arguments import check_tensors, refuse_shape
+from isobit.ops.arguments import WITH_GPU, check_tensors, refuse_shape
 from isobit.ops.portable import elementary
 from isobit.ops.portable.elementary import HIGHEST, exp_nonpositive, log_positive
 from isobit.ops.portable.samples import describe
@@ -33,7 +33,7 @@ def sigmoid_gate(x: Tensor) -> Tensor:
     Raises:
         ArgumentError: If x is not a supported tensor.
     """
-    check_tensors(x=x)
+    check_tensors(WITH_GPU, x=x)
     return launch("sigmoid_gate", rows_and_columns, x)  # type: ignore[no-any-return]
 
 
@@ -52,7 +52,7 @@ def decay_gate(
         ArgumentError: If shapes, dtypes or devices do not fit together.
         UnsupportedError: If the samples are a share and gradients are taken outside isobit.parallel.Gradients.
     """
-    check_tensors(a=a, log_rate=log_rate, bias=bias)
+    check_tensors(WITH_GPU, a=a, log_rate=log_rate, bias=bias)
     for name, tensor in (("log_rate", log_rate), ("bias", bias)):
         if a.dim() < 1 or tuple(tensor.shape) != (a.shape[-1],):
             refuse_shape(name, tensor, f"[{a.shape[-1] if a.dim() else 'H'}]", "pass one per head")

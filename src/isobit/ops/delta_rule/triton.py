@@ -140,7 +140,9 @@ def triton_delta_rule(
     state: Tensor | None,
     counts: list[int],
 ) -> tuple[Tensor, Tensor]:
-    """Return o and the state that is left."""
+    """Return o and the state that is left. A state that would grow is an error when the device is synchronized."""
+    if g.is_cuda:
+        torch._assert_async(~(g > 0).any())
     given = tuple(t.contiguous() for t in (q, k, v, g.float(), beta))
     sizes = sizes_of(q, v)
     o = torch.zeros(v.shape, dtype=v.dtype, device=v.device)
@@ -151,7 +153,7 @@ def triton_delta_rule(
         after = torch.zeros(shape, dtype=torch.float32, device=v.device)
         before = after
     else:
-        before = state.to(v.device, torch.float32).contiguous()
+        before = state.contiguous()
         after = one_nan(before).contiguous()
     related = relate(given, before, chunks, constants)
     advance(given, before, chunks, related, (after, o, after), constants, keep=False)

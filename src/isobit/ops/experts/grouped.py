@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from isobit.foundation import launches
-from isobit.ops.arguments import cast_for_autocast, check_tensors, refuse_shape
+from isobit.ops.arguments import WITH_GPU, cast_for_autocast, check_tensors, refuse_shape
 from isobit.ops.derivatives import (
     check_derivatives,
     refuse_forward_mode,
@@ -63,7 +63,7 @@ def grouped_linear(
         True
     """
     x, weight, bias = cast_for_autocast(x, weight, bias)
-    check_tensors(x=x, weight=weight, bias=bias)
+    check_tensors(WITH_GPU, x=x, weight=weight, bias=bias)
     check_grouped(x, weight, bias, routes, transposed)
     check_derivatives("grouped_linear", (x, weight, bias))
     check_share(routes.samples, weight, bias)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from isobit.errors import ArgumentError
-from isobit.ops.arguments import check_tensors, refuse_shape
+from isobit.ops.arguments import WITH_GPU, check_tensors, refuse_shape
 from isobit.ops.experts import portable, rows  # noqa: F401 (the folder's operators are declared together)
 from isobit.ops.experts.routes import Routes
 from isobit.ops.portable.samples import as_samples, check_rows, whole_samples
@@ -63,7 +63,7 @@ def route(
         >>> isobit.route(torch.tensor([[1.0, 2.0, 2.0, 0.0]]), 2).experts
         tensor([[1, 2]])
     """
-    check_tensors(logits=logits)
+    check_tensors(WITH_GPU, logits=logits)
     if logits.dim() < 2 or not logits.shape[-1]:
         refuse_shape("logits", logits, "[..., E]", "pass one row of logits per token")
     count = logits.shape[-1]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.ops.arguments import check_tensors, refuse_shape
+from isobit.ops.arguments import WITH_GPU, check_tensors, refuse_shape
 from isobit.ops.experts import portable
 from isobit.ops.experts.routes import Routes
 from isobit.ops.registration import (
@@ -39,7 +39,7 @@ def dispatch_rows(x: Tensor, routes: Routes) -> Tensor:
         >>> isobit.dispatch_rows(torch.tensor([[5.0], [7.0]]), routes).flatten()
         tensor([7., 5., 7., 5.])
     """
-    check_tensors(x=x)
+    check_tensors(WITH_GPU, x=x)
     tokens = len(routes.experts)
     if x.dim() < 2 or x.shape[:-1].numel() != tokens:
         refuse_shape("x", x, f"[..., n] with {tokens} rows", "pass the tokens that were routed")
@@ -75,8 +75,8 @@ def combine(rows: Tensor, routes: Routes) -> Tensor:
         >>> isobit.combine(torch.tensor([[2.0], [4.0]]), routes)
         tensor([[3.]])
     """
-    check_tensors(rows=rows)
-    check_tensors(weights=routes.weights)
+    check_tensors(WITH_GPU, rows=rows)
+    check_tensors(WITH_GPU, weights=routes.weights)
     if rows.dim() != 2 or len(rows) != len(routes.tokens):
         refuse_shape(
             "rows", rows, f"[{len(routes.tokens)}, n]", "pass one row per route, as dispatched"
