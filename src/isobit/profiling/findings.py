@@ -206,7 +206,7 @@ def certain_share(profile: Profile, collectives: Sequence[Collective]) -> float:
     On a CPU threads of the ranks move the data, so that collectives are slow if these threads have no core. Two things
     are certain: what is longer than all of them together had no core for; and what a thread needs to send, which is
     half of the time that it ran, as programs that share a core slow each other down. The host of a virtual machine may
-    take the core away while a thread runs, so that of some steps with the same collectives the shortest time counts.
+    take the core away while a thread runs, so that of steps with the same collectives three quarters must have it.
     """
     if any(rank.device != "CPU" or not rank.core_times for rank in profile.ranks):
         return 1.0
@@ -222,7 +222,8 @@ def certain_share(profile: Profile, collectives: Sequence[Collective]) -> float:
         groups.setdefault(kind, []).append(certain_moving(profile, step, found))
     moving = 0
     for bounds in groups.values():
-        beyond, sent = (min(times) for times in zip(*bounds, strict=True))
+        usual = len(bounds) // 4
+        beyond, sent = (sorted(times)[usual] for times in zip(*bounds, strict=True))
         moving += len(bounds) * (max(beyond, sent) if len(bounds) >= ALIKE else beyond)
     own = sum(own_time(rank, step) for rank in profile.ranks for step in steps)
     return moving / (own + moving) if moving else 0.0
@@ -284,20 +285,27 @@ def own_share(profile: Profile, rank: int, step: str) -> float:
     Of a rank's time in a step, what only collectives fill and what it had no core for is not its own. In the rest it
     ran, or was blocked: it slept, read a file, or waited for a device. Programs that share a core's units or caches
     slow each other down, by a factor of two as a rule; so on a CPU only half of the time in which the suspect ran
-    counts, and all of the others'.
+    counts, and all of the others'. That it ran longer is certain on the busiest machine. What it was blocked for is
+    what lack of a core leaves of the step, whose borders are not quite those of the counters: it counts against the
+    whole step.
     """
     own: dict[int, int] = {}
-    least = 0
+    ran = whole = 0
     for process in profile.ranks:
+        account = next((one for one in process.steps if one.step == step), None)
         time = process.core_times.get(step)
-        if time is None or step not in {one.step for one in process.steps}:
+        if time is None or account is None:
             return 0.0
         own[process.rank] = own_time(process, step)
         if process.rank == rank:
+            whole = account.total
             ran = time.ran if process.device == "CPU" else 0
-            least = own[rank] - ran + ran // SHARED
     others = [ns for other, ns in own.items() if other != rank]
-    return (least - median_high(others)) / max(1, *own.values()) if others else 0.0
+    if not others:
+        return 0.0
+    usual = median_high(others)
+    least = own[rank] - ran + ran // SHARED
+    return max((ran // SHARED - usual) / max(1, ran, usual), (least - usual) / max(1, whole, usual))
 
 
 def own_time(process: RankProfile, step: str) -> int:
