@@ -206,7 +206,7 @@ def certain_share(profile: Profile, collectives: Sequence[Collective]) -> float:
     On a CPU threads of the ranks move the data, so that collectives are slow if these threads have no core. Two things
     are certain: what is longer than all of them together had no core for; and what a thread needs to send, which is
     half of the time that it ran, as programs that share a core slow each other down. The host of a virtual machine may
-    take the core away while a thread runs, so that of steps with the same collectives three quarters must have it.
+    take the core away while a thread runs, so that of some steps with the same collectives the shortest time counts.
     """
     if any(rank.device != "CPU" or not rank.core_times for rank in profile.ranks):
         return 1.0
@@ -222,8 +222,7 @@ def certain_share(profile: Profile, collectives: Sequence[Collective]) -> float:
         groups.setdefault(kind, []).append(certain_moving(profile, step, found))
     moving = 0
     for bounds in groups.values():
-        usual = len(bounds) // 4
-        beyond, sent = (sorted(times)[usual] for times in zip(*bounds, strict=True))
+        beyond, sent = (min(times) for times in zip(*bounds, strict=True))
         moving += len(bounds) * (max(beyond, sent) if len(bounds) >= ALIKE else beyond)
     own = sum(own_time(rank, step) for rank in profile.ranks for step in steps)
     return moving / (own + moving) if moving else 0.0
