@@ -167,13 +167,16 @@ def columns(folder, whole):
 
 
 @pytest.mark.parametrize("rows", [0, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
 @pytest.mark.parametrize("shards", [None, halves, columns])
-def test_memory_does_not_grow_with_tensors(shards, rows, tmp_path):
+def test_memory_does_not_grow_with_tensors(shards, dtype, rows, tmp_path):
     """Neither with the number of rows of 4 KiB, nor, of 4 rows, with their size."""
     peaks = []
     for size in (2, *SIZES):  # the first loads what is loaded once
         whole = torch.arange(size * MEGABYTE // 4, dtype=torch.float32)
-        whole = whole.reshape((rows, -1) if rows else (-1, 1024))
+        if dtype is torch.bool:
+            whole = whole.view(torch.uint8).bitwise_and_(1).view(torch.bool)
+        whole = whole.reshape((rows, -1) if rows else (-1, 4096 // dtype.itemsize))
         path = other = tmp_path / f"{size}.safetensors"
         save_file({"down_proj.weight": whole}, path)
         if shards is not None:
@@ -186,3 +189,22 @@ def test_memory_does_not_grow_with_tensors(shards, rows, tmp_path):
     slope = (peaks[-1] - peaks[-2]) / (SIZES[1] - SIZES[0]) / MEGABYTE
     assert slope < 0.1, peaks  # bytes of memory per byte of the tensor
     assert max(peaks) < 6 * streams.BLOCK, peaks
+
+
+@pytest.mark.parametrize("shards", [None, halves])
+def test_bools_that_are_neither_are_refused(shards, tmp_path):
+    """Also the last one, and in shards; torch reads such a byte as it likes."""
+    whole = torch.ones(64, 4096, dtype=torch.bool)
+    save_file({"down_proj.weight": whole}, tmp_path / "right.safetensors")
+    wrong = last = tmp_path / "wrong.safetensors"
+    if shards is None:
+        save_file({"down_proj.weight": whole}, wrong)
+    else:
+        wrong = shards(tmp_path / "wrong", whole)
+        last = wrong / "rank_1/x.safetensors"
+    assert compare_checkpoints(tmp_path / "right.safetensors", wrong).equal
+    with last.open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\2")
+    with pytest.raises(isobit.ArgumentError, match="zeros and ones"):
+        compare_checkpoints(tmp_path / "right.safetensors", wrong)

@@ -284,6 +284,25 @@ def test_seeds_and_layouts_on_dask_are_those_of_one_process(tmp_path):
 
 
 @pytest.mark.full
+def test_a_command_as_a_job_of_submitit_finds_what_one_process_does(tmp_path):
+    """As docs/explanation/scale.md has it, on submitit's local executor instead of Slurm."""
+    submitit = pytest.importorskip("submitit")
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "isobit", "simulate", str(script), "--ranks", "2"]
+    command += ["--seeds", "3", "--json", "-q"]
+    executor = submitit.AutoExecutor(folder=tmp_path / "logs", cluster="local")
+    executor.update_parameters(timeout_min=10)
+    job = executor.submit(submitit.helpers.CommandFunction(command, verbose=False))
+    here = subprocess.run(command, capture_output=True, text=True)
+    records = [json.loads(text) for text in (job.result(), here.stdout)]
+    for record in records:
+        record.pop("provenance")
+    assert records[0] == records[1]
+    assert records[0]["clean_seeds"] == [0, 1, 2]
+
+
+@pytest.mark.full
 def test_layouts_on_ray_are_those_of_one_process(cluster, tmp_path):
     found = []
     for more in ([], ["--on", f"ray:{cluster.address}"]):

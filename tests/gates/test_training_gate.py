@@ -293,7 +293,7 @@ def test_layouts_as_tasks_are_those_of_one_process(first, folder, tmp_path, monk
 def test_jobs_are_told_as_they_end(first, folder):
     told = []
     jobs = [Job(RankLayout(), "tiny", "float32"), Job(RankLayout(2, 2, 1), "tiny", "float32")]
-    found = run_jobs(jobs, told.append, folder / "kept")
+    found = run_jobs(iter(jobs), told.append, folder / "kept")  # any iterable
     assert told == jobs
     assert [o.name for o in found] == ["isobit 1×1×1", "isobit 2×2×1"]
 

@@ -89,7 +89,9 @@ def test_planted_causes_are_named_right_twins_are_silent_and_savings_come_true(t
             found, twin = profile([folders[run]]), profile([folders[f"{run}.twin"]])
             name, cause = f"{run} of {ranks}", run.partition("@")[0]
             delay = planted[cause in SLEEPING]
-            named[name], owed[name] = is_named(found, run), delay > median(taken(found, cause))
+            told = "communication-not-judged" not in [one.rule for one in found.findings]
+            named[name] = is_named(found, run)
+            owed[name] = delay > median(taken(found, cause)) and (cause != "messages" or told)
             if is_wrong(found, run):
                 wrong[name] = [(one.rule, one.rank, one.detail) for one in found.findings]
             if warnings(twin):

@@ -284,20 +284,27 @@ def own_share(profile: Profile, rank: int, step: str) -> float:
     Of a rank's time in a step, what only collectives fill and what it had no core for is not its own. In the rest it
     ran, or was blocked: it slept, read a file, or waited for a device. Programs that share a core's units or caches
     slow each other down, by a factor of two as a rule; so on a CPU only half of the time in which the suspect ran
-    counts, and all of the others'.
+    counts, and all of the others'. That it ran longer is certain on the busiest machine. What it was blocked for is
+    what lack of a core leaves of the step, whose borders are not quite those of the counters: it counts against the
+    whole step.
     """
     own: dict[int, int] = {}
-    least = 0
+    ran = whole = 0
     for process in profile.ranks:
+        account = next((one for one in process.steps if one.step == step), None)
         time = process.core_times.get(step)
-        if time is None or step not in {one.step for one in process.steps}:
+        if time is None or account is None:
             return 0.0
         own[process.rank] = own_time(process, step)
         if process.rank == rank:
+            whole = account.total
             ran = time.ran if process.device == "CPU" else 0
-            least = own[rank] - ran + ran // SHARED
     others = [ns for other, ns in own.items() if other != rank]
-    return (least - median_high(others)) / max(1, *own.values()) if others else 0.0
+    if not others:
+        return 0.0
+    usual = median_high(others)
+    least = own[rank] - ran + ran // SHARED
+    return max((ran // SHARED - usual) / max(1, ran, usual), (least - usual) / max(1, whole, usual))
 
 
 def own_time(process: RankProfile, step: str) -> int:

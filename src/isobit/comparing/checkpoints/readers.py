@@ -281,7 +281,7 @@ def locate_chunk(
         first = -1 if start is None else start + chunk.storage_offset() * dtype.itemsize
         plain = chunk.is_contiguous() and not chunk.is_conj() and not chunk.is_neg()
     size = math.prod(sizes) * dtype.itemsize
-    if first < 0 or not plain or dtype is torch.bool:
+    if first < 0 or not plain:
         return None
     if first + size > length:
         raise unreadable(folder, f"bytes for all elements of {name!r}", "fewer bytes")

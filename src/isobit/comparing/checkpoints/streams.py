@@ -8,7 +8,7 @@ or if a row is larger than BLOCK bytes, rows of a row; it is read through a unit
 larger. So a thread has at most two units, two blocks of BLOCK bytes with what they are read through, and no whole
 tensor; pages of a mapped file belong to the system, which may drop them. Buffers are allocated once, since memory that
 is freed and allocated again may stay with the process. Storage at an address is read in pieces of BLOCK bytes. Shards
-that are stored in another order than that of rows, and those of bool, are loaded whole.
+that are stored in another order than that of rows are loaded whole.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import ctypes
 import itertools
 import math
 import os
+from pathlib import Path
 from typing import BinaryIO, Protocol
 
 import torch
@@ -149,6 +150,25 @@ class MemoryStream:
         """Do nothing."""
 
 
+class BoolStream:
+    """Bytes of bools, each of which must be 0 or 1: torch reads others as it likes."""
+
+    def __init__(self, stream: Stream, path: Path | Address, side: Side) -> None:
+        """Check what another stream reads."""
+        self.stream, self.path, self.side = stream, path, side
+
+    def at(self, position: int, wanted: int) -> tuple[int, int]:
+        """Return the address of the next bytes, which are bools."""
+        address, count = self.stream.at(position, wanted)
+        if ctypes.string_at(address, count).translate(None, b"\0\1"):
+            raise unreadable(self.path, f"zeros and ones in {self.side}", "other bytes")
+        return address, count
+
+    def close(self) -> None:
+        """Close what is open."""
+        self.stream.close()
+
+
 class BlockStream:
     """Bytes that are put together from pieces, a block at a time."""
 
@@ -254,7 +274,7 @@ class BlockStream:
 def runs_of(stored: Stored, lead: tuple[int, ...], start: int, stop: int) -> list[Run] | None:
     """Return where a part of a tensor is stored, also of one whose bytes are all in row-major order."""
     found = stored.runs(lead, start, stop)
-    segments = None if found is not None or stored.dtype is torch.bool else stored.segments()
+    segments = None if found is not None else stored.segments()
     if segments is None or len(segments) != 1:
         return found
     count, rest = stop - start, stored.shape[len(lead) + 1 :]
@@ -284,20 +304,30 @@ def open_side(checkpoint: Checkpoint, side: Side) -> tuple[torch.dtype, torch.Si
     shape = shape_of(checkpoint, side, pieces)
     if math.prod(shape) == 0:
         return dtype, shape, MemoryStream(torch.empty(shape, dtype=dtype))
+    stream = stream_of(side, pieces, shape)
+    return (
+        dtype,
+        shape,
+        BoolStream(stream, checkpoint.path, side) if dtype is torch.bool else stream,
+    )
+
+
+def stream_of(side: Side, pieces: list[tuple[Stored, Piece]], shape: torch.Size) -> Stream:
+    """Return the bytes of pieces that fit together."""
     found = segments_of(side, pieces)
     if found is not None:
         remote = any(isinstance(one.path, Address) for one in found)
-        return dtype, shape, (AddressStream if remote else FileStream)(found)
+        return (AddressStream if remote else FileStream)(found)
     stored, piece = pieces[0]
     if not shape or (len(pieces) == 1 and runs_of(stored, (), 0, 0) is None):
         tensor = stored.load()
         if piece.start is not None and piece.stop is not None:
             tensor = tensor.narrow(piece.dim, piece.start, piece.stop - piece.start)
         if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-            return dtype, shape, MemoryStream(tensor.detach())
+            return MemoryStream(tensor.detach())
         if not shape:
-            return dtype, shape, MemoryStream(plain(tensor).contiguous())
-    return dtype, shape, BlockStream(pieces, side.dim, shape)
+            return MemoryStream(plain(tensor).contiguous())
+    return BlockStream(pieces, side.dim, shape)
 
 
 def shape_of(checkpoint: Checkpoint, side: Side, pieces: list[tuple[Stored, Piece]]) -> torch.Size:
@@ -323,7 +353,7 @@ def segments_of(side: Side, pieces: list[tuple[Stored, Piece]]) -> tuple[Segment
         return None
     found: list[Segment] = []
     for stored, piece in pieces:
-        segments = stored.segments() if stored.dtype is not torch.bool else None
+        segments = stored.segments()
         if segments is None or (piece.start is not None and piece.dim):
             return None
         if piece.start is not None and piece.stop is not None:

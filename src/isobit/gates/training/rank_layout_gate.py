@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import as_completed
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -97,7 +97,7 @@ def judge(outcomes: Sequence[Outcome]) -> RankLayoutVerdict:
 
 
 def run_jobs(
-    jobs: Sequence[Job],
+    jobs: Iterable[Job],
     progress: Callable[[Job], None] = lambda job: None,
     keep: Path | None = None,
     on: str = LOCAL,
@@ -115,6 +115,7 @@ def run_jobs(
     Raises:
         UnsupportedError: If a worker has other code, another torch or another bf16 engine than this process.
     """
+    jobs = list(jobs)
     known = read_outcomes(keep) if keep is not None else {}
     for job in (job for job in jobs if key_of(job) in known):
         progress(job)
