@@ -195,7 +195,11 @@ def diagnose(
     for path in files.dumps:
         gather("folders of dumps", path, of_dumps(path))
     for path, values in (configurations or {}).items():
-        judgement = judge_plan(plan_of(dict(values), {}, is_strict=False))
+        try:
+            judgement = judge_plan(plan_of(dict(values), {}, is_strict=False))
+        except (IsobitError, ValueError) as error:
+            unreadable[str(path)] = one_line(str(error))[:300]
+            continue
         # One without a count that a rule needs, as a model's own config.json, says nothing of the run.
         if judgement.judged or judgement.findings:
             gather("configurations", path, of_configuration(path, judgement))

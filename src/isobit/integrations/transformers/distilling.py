@@ -42,6 +42,10 @@ class KnownWords(tuple[Tensor, Tensor]):
         made.temperature = temperature
         return made
 
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        """Return what a copy is made of, as where a worker of a DataLoader sends it."""
+        return tuple(self), self.temperature
+
 
 def distil(
     student: nn.Module,
