@@ -2,13 +2,11 @@
 
     python packaging/sanitized_kernels.py address FOLDER -- -m pytest tests/ops
     python packaging/sanitized_kernels.py thread FOLDER -- program.py
-    python packaging/sanitized_kernels.py address FOLDER --only delta_rule,experts -- -m pytest tests/ops
 
 `address` is AddressSanitizer with UndefinedBehaviorSanitizer, `thread` is ThreadSanitizer. FOLDER gets the objects and
-a copy of the package with the sanitized library; a second run compiles only what has changed. With `--only` these files
-of csrc are instrumented, and the others are built as always, which is faster. The arguments after `--` are Python's.
-Torch and Python are not instrumented, so their own memory is checked only where a kernel touches it. The exit code is
-Python's: a sanitizer's first report ends the process with code 99.
+a copy of the package with the sanitized library; a second run compiles only what has changed. The arguments after `--`
+are Python's. Torch and Python are not instrumented, so their own memory is checked only where a kernel touches it. The
+exit code is Python's: a sanitizer's first report ends the process with code 99.
 """
 
 import os
@@ -16,9 +14,7 @@ import runpy
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 # Frames for the reports; less optimisation, which compiles faster. The bits are the same: no flag allows other ones.
@@ -43,36 +39,20 @@ OPTIONS = {
 }
 
 
-def build(kind: str, folder: Path, only: set[str]) -> Path:
-    """Compile csrc, or some of its files, with a sanitizer; return the folder to import isobit from."""
+def build(kind: str, folder: Path) -> Path:
+    """Compile csrc with a sanitizer; return the folder to import isobit from."""
     setup = runpy.run_path(str(ROOT / "setup.py"))
     flags = [*setup["COMPILE"], *READABLE, *FLAGS[kind]]
     package = folder / kind / "isobit"
-    unknown = only - {source.stem for source in setup["native_sources"]()[0]}
-    if unknown:
-        raise SystemExit(f"csrc has no {', '.join(sorted(unknown))}")
     compilation = setup["Compilation"](
         folder / kind / "objects", flags, [*setup["LINK"], *FLAGS[kind]]
     )
-    if only:
-        leave_others_plain(compilation, setup["Compilation"](), only)
     shutil.rmtree(package, ignore_errors=True)
     shutil.copytree(
         ROOT / "src" / "isobit", package, ignore=shutil.ignore_patterns("__pycache__", "_native.*")
     )
     compilation.build(package / setup["LIBRARY"])
     return package.parent
-
-
-def leave_others_plain(compilation: Any, plain: Any, only: set[str]) -> None:
-    """Let a compilation take the objects of another one for all files but those of `only`."""
-
-    def chosen(name: str) -> Callable[..., Any]:
-        own, other = getattr(compilation, name), getattr(plain, name)
-        return lambda source, *target: (own if source.stem in only else other)(source, *target)
-
-    for name in ("object_of", "compile_one"):
-        setattr(compilation, name, chosen(name))
 
 
 def runtime_path(name: str) -> str:
@@ -91,12 +71,9 @@ def runtime_path(name: str) -> str:
 def main() -> int:
     """Build, and run what is asked for."""
     kind, folder, *words = sys.argv[1:]
-    only: set[str] = set()
-    if words[:1] == ["--only"] and len(words) > 1:
-        only, words = set(words[1].split(",")), words[2:]
     if kind not in FLAGS or words[:1] not in ([], ["--"]):
         raise SystemExit(__doc__)
-    path = build(kind, Path(folder).resolve(), only)
+    path = build(kind, Path(folder).resolve())
     if not words[1:]:
         return 0
     environment = {

@@ -232,6 +232,10 @@ def test_what_cannot_be_read_is_said(tmp_path, capsys):
     assert main(["diagnose", str(tmp_path)]) == 2
     said = capsys.readouterr()
     assert "not read" in said.out
+    (tmp_path / "trace.json").unlink()
+    (tmp_path / "config.json").write_text('{"epochs": 1e400, "max_steps": -1, "batch_size": "x"}')
+    assert main(["diagnose", str(tmp_path)]) == 2
+    assert "nothing could be judged" in capsys.readouterr().out
     (tmp_path / "deep.jsonl").write_text('{"kind": "finding", "name": "a"}\n' + "[" * 10_000 + "\n")
     (tmp_path / "loop").symlink_to(tmp_path)
     assert main(["diagnose", str(tmp_path), "--json"]) == 1

@@ -61,6 +61,15 @@ def test_errors_of_workers_arrive_as_they_were_raised():
         assert vars(found) == vars(error)
 
 
+def test_a_killed_process_is_no_finding(tmp_path, capsys):
+    """Exit code 1 would mean that the script has a fault."""
+    script = tmp_path / "killed.py"
+    script.write_text("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    words = ["simulate", str(script), "--ranks", "2", "--seeds", "2", "--jobs", "2", "-q"]
+    assert main(words) == 2
+    assert "use fewer --jobs if memory ran out" in capsys.readouterr().err
+
+
 def test_rollouts_in_processes_are_those_of_one_pass(tmp_path, capsys):
     for name, spoil in (("a", 0.0), ("b", 1e-3)):
         (tmp_path / name).mkdir()

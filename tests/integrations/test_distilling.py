@@ -6,6 +6,7 @@ the live teacher and from its stored logits.
 
 import itertools
 import json
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -231,6 +232,7 @@ def test_what_does_not_fit_to_a_teachers_words_raises(tmp_path):
     ):
         other = 3 - words.temperature
         distil(student, words, ids, temperature=words.temperature)
+        assert pickle.loads(pickle.dumps(words)).temperature == words.temperature
         with pytest.raises(ArgumentError, match="ask the teacher again at"):
             distil(student, words, ids, temperature=other)
     with pytest.raises(ArgumentError, match="a sample id for each row"):

@@ -8,6 +8,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
 import isobit
 from isobit import CutError, bits
@@ -68,6 +69,17 @@ def test_one_result_for_every_number_of_ranks(heads, key_heads, dtype):
         expected = alone(tensors, **options)
         for count in (1, 2, 4):
             assert differing(on_ranks(count, tensors, **options), expected) == []
+
+
+def test_checkpointed_attention():
+    """What a checkpoint saves can be read once."""
+
+    def computed_twice(*given, **options):
+        function = functools.partial(context_attention, **options)
+        return checkpoint(function, *given, use_reentrant=False)
+
+    tensors = drawn(40, 4, 2, torch.float32)
+    assert differing(on_ranks(2, tensors, computed_twice), alone(tensors)) == []
 
 
 def test_sequences_of_four_chunks():

@@ -20,7 +20,7 @@ from isobit.diagnosing.run_folder import RunFiles
 from isobit.errors import IsobitError
 from isobit.foundation.files import read_bytes
 from isobit.foundation.plain_text import one_line
-from isobit.guards.configured_steps import judge_plan, plan_of
+from isobit.guards.configured_steps import Judgement, judge_plan, plan_of
 from isobit.guards.run_log.readers import read_log
 from isobit.guards.run_log.rules import judge_log
 from isobit.profiling.api import profile_traces
@@ -195,7 +195,14 @@ def diagnose(
     for path in files.dumps:
         gather("folders of dumps", path, of_dumps(path))
     for path, values in (configurations or {}).items():
-        gather("configurations", path, of_configuration(path, values))
+        try:
+            judgement = judge_plan(plan_of(dict(values), {}, is_strict=False))
+        except (IsobitError, ValueError) as error:
+            unreadable[str(path)] = one_line(str(error))[:300]
+            continue
+        # One without a count that a rule needs, as a model's own config.json, says nothing of the run.
+        if judgement.judged or judgement.findings:
+            gather("configurations", path, of_configuration(path, judgement))
     return conclude(str(files.folder), found, blocks, judged, unreadable)
 
 
@@ -340,9 +347,9 @@ def of_dumps(folder: Path) -> Iterator[Evidence]:
         yield Evidence(str(folder), tool, "hang", one_line(message), None, f"ranks {ranks}")
 
 
-def of_configuration(path: Path, values: Mapping[str, Any]) -> Iterator[Evidence]:
+def of_configuration(path: Path, judgement: Judgement) -> Iterator[Evidence]:
     """Yield what is wrong with the counts of a configuration."""
-    for finding in judge_plan(plan_of(dict(values), {}, is_strict=False)).findings:
+    for finding in judgement.findings:
         message = f"expected {finding.expected}; received {finding.received}"
         tool = f"isobit preflight {path}"
         yield Evidence(path.name, tool, f"config-{finding.rule}", one_line(message))

@@ -12,7 +12,9 @@ import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
+from types import TracebackType
 from typing import Any
 
 from isobit.errors import ArgumentError
@@ -35,7 +37,7 @@ def open_engine(on: str = LOCAL, jobs: int = 1) -> Executor:
     """
     if on == LOCAL:
         # Spawned: torch's threads do not survive a fork.
-        return ProcessPoolExecutor(jobs, mp_context=get_context("spawn"))
+        return LocalExecutor(jobs, mp_context=get_context("spawn"))
     if on == RAY or on.startswith(("ray://", "ray:")):
         return RayExecutor("" if on == RAY else on if on.startswith("ray://") else on[4:])
     if on.startswith(DASK):
@@ -51,6 +53,25 @@ def check_engine(on: str) -> None:
     """Raise for an engine that does not exist, before anything is run."""
     if on != LOCAL and on != RAY and not on.startswith(("ray:", DASK)):
         open_engine(on)
+
+
+class LocalExecutor(ProcessPoolExecutor):
+    """Processes of this machine. A task whose process dies is not run again: it may be what ended it."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """End the processes; raise an error with a remedy where one of them died."""
+        super().__exit__(kind, error, trace)
+        if isinstance(error, BrokenProcessPool):
+            raise ArgumentError(
+                expected="processes that live until their tasks are done",
+                received="one that was killed, or that ended by itself",
+                remedy="use fewer --jobs if memory ran out; without --jobs and --on the task runs in this process",
+            ) from error
 
 
 class RayExecutor(Executor):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,11 +36,15 @@ class KnownWords(tuple[Tensor, Tensor]):
 
     temperature: float
 
-    def __new__(cls, words: tuple[Tensor, Tensor], temperature: float) -> Self:
+    def __new__(cls, words: tuple[Tensor, Tensor], temperature: float) -> KnownWords:
         """Keep the temperature with the words."""
         made = super().__new__(cls, words)
         made.temperature = temperature
         return made
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        """Return what a copy is made of, as where a worker of a DataLoader sends it."""
+        return tuple(self), self.temperature
 
 
 def distil(

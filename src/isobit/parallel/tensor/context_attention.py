@@ -158,15 +158,16 @@ class SplitAttention(torch.autograd.Function):
         if torch.is_grad_enabled():
             refuse_second_order("parallel.context_attention")()
         places, mask, ranks = ctx.how
-        found = [torch.zeros_like(t) for t in ctx.saved_tensors]
-        heads = own_heads(ctx.saved_tensors[1].shape[-2], ranks)
+        saved = ctx.saved_tensors  # once: a checkpoint computes them again for each access
+        found = [torch.zeros_like(t) for t in saved]
+        heads = own_heads(saved[1].shape[-2], ranks)
         if heads is not None:
             group = found[0].shape[-2] // found[1].shape[-2]
             of_queries = slice(heads.start * group, heads.stop * group)
             cuts = of_queries, heads, heads
             held = [
                 t.detach()[..., cut, :].contiguous().requires_grad_()
-                for t, cut in zip(ctx.saved_tensors, cuts, strict=True)
+                for t, cut in zip(saved, cuts, strict=True)
             ]
             with torch.enable_grad():
                 q, k, v = held
