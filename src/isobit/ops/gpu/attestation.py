@@ -4,8 +4,8 @@
 Row and element operators, and all products in fp32, must have the bits of the portable executor on the CPU. Products of
 16-bit operands must have those of the tensor-core engine that isobit.order.engines defines for the GPU, in every form
 that a model runs; see [Note: the forms of a product] in shipped_forms.py. For a GPU without a defined engine, it is
-revealed first; one that agrees with no engine, or with several, is refused. An operator that differs is refused at every
-call.
+revealed first; one that agrees with no engine, or with several, is refused. An operator that differs is refused at
+every call.
 """
 
 from __future__ import annotations
