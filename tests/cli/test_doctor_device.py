@@ -10,6 +10,7 @@ import isobit
 from isobit.certifying.running.backends import InterpreterBackend, MachineBackend, compiler_for
 from isobit.certifying.running.compile import specialise
 from isobit.cli import main
+from isobit.foundation import backends
 from isobit.foundation.records import Attestation
 from isobit.library.on_gpu import attesting, devices
 from isobit.library.on_gpu.devices import Device
@@ -64,7 +65,9 @@ def test_what_cannot_run_is_refused_with_a_remedy(capsys, words):
     assert "remedy" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("operator", ["linear", "attention", "logprob"])
+@pytest.mark.parametrize(
+    "operator", ["linear", "attention", pytest.param("logprob", marks=pytest.mark.full)]
+)
 def test_the_wrong_tensor_core_is_seen_by_every_operator_that_multiplies(monkeypatch, operator):
     """Attention and log-probabilities in 16 bits are not taken for kept by what was compared in fp32."""
     monkeypatch.setattr(shipped_forms, "PRODUCT_FORMS", ((2, 64, 2048, ""),))
@@ -87,6 +90,34 @@ class WrongLeaf(InterpreterBackend):
     @property
     def engine(self):
         return "tc24x8"
+
+
+class NewGpu(InterpreterBackend):
+    """A GPU that is in no table, with Hopper's arithmetic, or with one that depends on the number of rows."""
+
+    mixed = False
+
+    @property
+    def engine(self):
+        return "tc25x16"
+
+    def launch(self, kernel, grid, args, constants, options):
+        super().launch(kernel, grid, args, constants, options)
+        if self.mixed and kernel.__name__ == "linear_tile" and args[3].shape[0] > 16:
+            args[3].mul_(1.0001)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_gpu_that_is_not_listed_has_the_arithmetic_that_is_revealed(monkeypatch, mixed):
+    """It is attested by the engine that was found, in every form; one that agrees with none is refused."""
+    monkeypatch.setattr(shipped_forms, "PRODUCT_FORMS", ((2, 64, 512, ""),))
+    monkeypatch.setattr(shipped_forms, "gradient_difference", lambda *_: None)
+    monkeypatch.setattr(NewGpu, "mixed", mixed)
+    with backends.use(NewGpu("sm_103")):
+        found = attestation.attest_operator("linear", torch.bfloat16, torch.device("cpu"))
+    assert found.kept is not mixed
+    assert found.engine == ("unknown" if mixed else "tc25x16")
+    assert not mixed or "sm_103 is not known" in found.detail
 
 
 @pytest.mark.parametrize("kind", [InterpreterBackend, WrongLeaf])

@@ -314,6 +314,8 @@ def show_device(device: Device, found: Findings) -> None:
     for leaf in found.leaves:
         word = "as defined" if found.is_expected(leaf) else "NOT as defined"
         engine = found.expected_leaf or f"none is defined for {device.target}"
+        if found.is_expected(leaf) and not found.expected_leaf:
+            word = f"revealed as {leaf.engines[0]}, which its products are compared with"
         say(f"products of {leaf.dtype}: {leaf}: {word} ({engine})")
         if not found.is_expected(leaf):
             say(f"  engines that it agrees with: {', '.join(leaf.engines) or 'none'}")

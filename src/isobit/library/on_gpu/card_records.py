@@ -16,7 +16,6 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-import isobit
 from isobit.contracts.judge.run import judge_contract
 from isobit.contracts.options import Options
 from isobit.contracts.store.evidence import is_signed, read_private, read_public, sign
@@ -26,6 +25,9 @@ from isobit.foundation import files
 from isobit.foundation.records import to_json
 from isobit.library.on_gpu.devices import Device
 from isobit.library.on_gpu.plans import BackendWorkspace
+from isobit.ops.attention.op import attention
+from isobit.ops.linear.op import linear
+from isobit.ops.logprob.op import linear_logprob
 
 FORM = 1
 LARGEST = 64 << 20
@@ -64,7 +66,7 @@ def forms_to_time(place: torch.device, size: int) -> Iterator[tuple[str, str, Pa
         yield (
             f"linear {rows} × {size} × {size}",
             "torch.mm",
-            pair(isobit.linear, torch.mm, x, weight, weight.t()),
+            pair(linear, torch.mm, x, weight, weight.t()),
         )
     depth = 128 if size >= 1024 else 16
     sdpa = torch.nn.functional.scaled_dot_product_attention
@@ -72,7 +74,7 @@ def forms_to_time(place: torch.device, size: int) -> Iterator[tuple[str, str, Pa
         q, k = made(1, queries, 8, depth), made(1, size, 8, depth)
 
         def ours(q: Tensor = q, k: Tensor = k) -> Tensor:
-            return isobit.attention(q, k, k, is_causal=True)
+            return attention(q, k, k, is_causal=True)
 
         def stock(q: Tensor = q, k: Tensor = k) -> Tensor:
             causal = q.shape[1] == k.shape[1]
@@ -84,7 +86,7 @@ def forms_to_time(place: torch.device, size: int) -> Iterator[tuple[str, str, Pa
     x = made(512, size)
 
     def probabilities() -> Tensor:
-        return isobit.linear_logprob(x, weight, ids)
+        return linear_logprob(x, weight, ids)
 
     def gathered() -> Tensor:
         return torch.log_softmax(torch.mm(x, weight.t()).float(), -1).gather(1, ids[:, None])

@@ -3,8 +3,9 @@
 [Note: what a GPU is held to]
 Row and element operators, and all products in fp32, must have the bits of the portable executor on the CPU. Products of
 16-bit operands must have those of the tensor-core engine that isobit.order.engines defines for the GPU, in every form
-that a model runs; see [Note: the forms of a product] in shipped_forms.py. An operator that differs is refused at every
-call.
+that a model runs; see [Note: the forms of a product] in shipped_forms.py. For a GPU without a defined engine, it is
+revealed first; one that agrees with no engine, or with several, is refused. An operator that differs is refused at
+every call.
 """
 
 from __future__ import annotations
@@ -96,10 +97,13 @@ def attest_operator(operator: str, dtype: torch.dtype, device: torch.device) -> 
     target = target_of(torch.empty(0, device=device))
     if operator in PRODUCTS and dtype != torch.float32:
         engine = ENGINE_OF_TARGET.get(target, "")
-        if not engine:
-            detail = f"the arithmetic of matrix products on {target} is not known"
-            return Attestation(name, "unknown", False, 0, detail)
     try:
+        if not engine:
+            leaf = reveal_leaf(dtype, device)
+            if len(leaf.engines) != 1:
+                detail = f"the arithmetic of matrix products on {target} is not known: {leaf}"
+                return Attestation(name, "unknown", False, 0, detail)
+            engine = leaf.engines[0]  # which every form is compared with below
         found, checks = compare(operator, dtype, device, engine)
     except EngineError:
         raise

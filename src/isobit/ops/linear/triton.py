@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -56,7 +55,7 @@ def multiply(
     columns = weight.shape[1 if transposed else 0]
     check_addressable(weight)
     y = torch.empty(*x.shape[:-1], columns, dtype=dtype, device=x.device) if out is None else out
-    rows, segments = x.shape[:-1].numel(), segments_of(extent)
+    rows, segments = x.shape[:-1].numel(), FeaturePlan(extent).count
     factor = weight.contiguous()
     given = x.contiguous(), factor, factor if bias is None else bias.contiguous()
     constants = {"N": columns, "K": extent, "SEGMENTS": segments, "TRANSPOSED": transposed}
@@ -181,12 +180,6 @@ def sum_bias_grad(grad: Tensor, samples: Samples) -> Tensor:
     given = grad.contiguous(), leaves.table, sums
     run(sum_leaf_rows, grid, *given, N=columns, BLOCK=COLUMNS, warps=WARPS)
     return sum_leaves(sums, leaves, gradient_dtype(grad.dtype, len(samples.spans), samples.total))
-
-
-@lru_cache(maxsize=4096)
-def segments_of(extent: int) -> int:
-    """Return the number of segments of a feature axis."""
-    return FeaturePlan(extent).count
 
 
 def fitted(x: Tensor, rows: int, constants: dict[str, int]) -> ProductTile:
