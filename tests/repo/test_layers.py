@@ -49,7 +49,6 @@ LAYERS = {
 BUILT_ON = {
     ("experts", "embedding"),
     ("experts", "linear"),
-    ("experts", "select_rows"),
     ("experts", "softmax"),
     ("logprob", "linear"),
     ("logprob", "exact_sum"),

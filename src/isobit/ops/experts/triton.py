@@ -23,7 +23,6 @@ from isobit.ops.gpu.executors import triton_operator
 from isobit.ops.gpu.launching import run, run_elements
 from isobit.ops.gpu.sums import merge_columns
 from isobit.ops.linear.triton import multiply
-from isobit.ops.select_rows.triton import look_up_rows
 from isobit.ops.softmax.triton import triton_softmax, triton_softmax_backward
 
 LOWEST = tl.constexpr(-(2**31))
@@ -380,6 +379,17 @@ def add_experts(
 
 
 @triton.jit
+def copy_rows(
+    x: tl.tensor, tokens: tl.tensor, y: tl.tensor, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+) -> None:
+    """Copy the row of x [., WIDTH] of the token of each row of y."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + tl.load(tokens + row) * WIDTH + column, mask=column < WIDTH, other=0.0)
+    tl.store(y + row * WIDTH + column, value, mask=column < WIDTH)
+
+
+@triton.jit
 def combine_grad(
     grad: tl.tensor,
     rows: tl.tensor,
@@ -432,7 +442,9 @@ def triton_dispatch_rows(
     x: Tensor, tokens: Tensor, experts: Tensor, places: Tensor, count: int
 ) -> Tensor:
     """Return the rows of all experts."""
-    return look_up_rows(tokens, x.reshape(-1, x.shape[-1]))
+    y = torch.empty(len(tokens), x.shape[-1], dtype=x.dtype, device=x.device)
+    run_columns(copy_rows, len(tokens), x.shape[-1], x.contiguous(), tokens, y)
+    return y
 
 
 @triton_operator("dispatch_rows_backward")
