@@ -15,7 +15,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import isobit
 from isobit.guards import rank_agreement
-from isobit.library.rank_agreement.claims import flip_bit
+from isobit.library.rank_agreement import flip_bit
 
 RANKS, EVERY, ROUNDS = 2, 10, 3
 SIZES = {

@@ -15,11 +15,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-import isobit.guards.live.block_samples as block_samples
+import isobit.guards.live.blocks as block_samples
 import isobit.guards.live.watching as watching
 from isobit.gates.training.workload import WORKLOADS, draw_samples, lay_out, make_model
 from isobit.guards import watch
-from isobit.guards.live.watch_hooks import Watch
+from isobit.guards.live.watching import Watch
 from isobit.guards.sinks import JsonLines
 
 HOOKS = ("before_forward", "after_forward", "before_backward", "before_step", "after_step")

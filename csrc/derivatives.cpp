@@ -11,7 +11,7 @@
 namespace isobit {
 
 // Named, because strict mode recognises the nodes of the graph by these names (see
-// isobit/integrations/transformers/own_operators.py).
+// isobit/integrations/transformers/operator_table.py).
 namespace derivatives {
 
 using at::Tensor;

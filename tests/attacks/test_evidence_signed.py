@@ -9,7 +9,7 @@ import pytest
 from blake3 import blake3
 
 from isobit.cli import main
-from isobit.contracts.store.evidence import Evidence, Finding
+from isobit.contracts.store.evidence import Evidence, JudgedContract
 from isobit.contracts.workspace import Workspace
 from isobit.foundation.records import ClaimRecord, Planted
 from tests.attacks.judged_place import CONTRACT, PLANTED, places
@@ -48,7 +48,7 @@ def forged(here) -> None:
     planted = tuple(Planted(f"{name}, under batch", True, "") for name in PLANTED)
     record = ClaimRecord("c", "invariant", "kept", 2, 2, 2, 24, 192, planted=planted)
     Evidence(here.path / ".isobit").write(
-        Finding(entry.id, workspace.tree.digest(entry.id), "", 2, (record,))
+        JudgedContract(entry.id, workspace.tree.digest(entry.id), "", 2, (record,))
     )
 
 

@@ -11,8 +11,8 @@ import isobit
 from isobit import bits
 from isobit.errors import ArgumentError, UnsupportedError
 from isobit.gates.model.models import build_model
-from isobit.integrations.transformers.coverage import observe, walk_gradients
 from isobit.integrations.transformers.residual import fork
+from isobit.integrations.transformers.strictness import observe, walk_gradients
 
 IDS = torch.arange(24).reshape(2, 12) % 128
 

@@ -11,7 +11,7 @@ import isobit
 from isobit.auditing.auditor import AuditOptions
 from isobit.auditing.axes.axes import NotApplicableError
 from isobit.auditing.axes.compiled_axis import CompiledAudit
-from isobit.auditing.inputs import as_inputs
+from isobit.auditing.subjects import as_inputs
 
 
 class Planted(nn.Module):

@@ -8,7 +8,7 @@ from torch import nn
 
 import isobit
 from isobit import bits
-from isobit.auditing.axes import collectives
+from isobit.auditing.axes import data_parallel_axis
 
 SIZES = {
     "hidden_size": 128,
@@ -49,10 +49,12 @@ audit_dp = partial(isobit.audit, vary=("dp",), backward=True)
 def test_dp_names_stock_gradients_and_the_collective():
     report = audit_dp(mlp(), torch.randn(8, 6, 64))
     found = guilty(report)
-    assert {("aten::mm", "0"), ("aten::mm", "2"), (collectives.OPERATOR, "")} <= found
+    assert {("aten::mm", "0"), ("aten::mm", "2"), (data_parallel_axis.OPERATOR, "")} <= found
     assert all(one.place.backward and one.kind == "order" for one in report.guilty)
     assert report.complete
-    shares = [one.share for one in report.guilty if one.place.operator != collectives.OPERATOR]
+    shares = [
+        one.share for one in report.guilty if one.place.operator != data_parallel_axis.OPERATOR
+    ]
     assert sum(shares) == pytest.approx(1)
 
 
@@ -85,30 +87,30 @@ def test_dp_needs_a_backward_pass_and_equal_parts():
 
 
 def test_the_collective_of_two_ranks_or_of_exact_sums_is_innocent():
-    assert collectives.judge("dp", "", drawn(2)) is None
+    assert data_parallel_axis.judge("dp", "", drawn(2)) is None
     whole = [[torch.arange(9.0) + rank] for rank in range(8)]
-    assert collectives.judge("dp", "", whole) is None
+    assert data_parallel_axis.judge("dp", "", whole) is None
 
 
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_the_collective_of_more_ranks_adds_in_another_order(ranks):
-    found = collectives.judge("dp", "", drawn(ranks))
+    found = data_parallel_axis.judge("dp", "", drawn(ranks))
     assert found is not None
     assert found.kind == "order"
     assert 0 < found.elements < found.of
 
 
 def test_a_collective_that_forgets_a_rank_is_an_error(monkeypatch):
-    honest = collectives.all_reduce_many
-    monkeypatch.setattr(collectives, "all_reduce_many", lambda parts: honest(parts[:-1]))
-    found = collectives.judge("dp", "", drawn(4))
+    honest = data_parallel_axis.all_reduce_many
+    monkeypatch.setattr(data_parallel_axis, "all_reduce_many", lambda parts: honest(parts[:-1]))
+    found = data_parallel_axis.judge("dp", "", drawn(4))
     assert found is not None
     assert found.kind == "error"
 
 
 def test_the_simulated_all_reduce_gives_the_sum():
     parts = [one for (one,) in drawn(2)]
-    assert bits.equal(collectives.all_reduce(parts), parts[0] + parts[1])
+    assert bits.equal(data_parallel_axis.all_reduce(parts), parts[0] + parts[1])
 
 
 class Block(nn.Module):
@@ -141,7 +143,7 @@ def test_tp_names_the_rowwise_products_of_a_stock_model():
     assert products == {"model.layers.0.self_attn.o_proj", "model.layers.0.mlp.down_proj"}
     assert all(one.kind == "order" for one in report.guilty)
     assert report.complete  # against a run of the split model on simulated ranks
-    assert (collectives.OPERATOR, "model.layers.0.mlp.down_proj") in guilty(report)
+    assert (data_parallel_axis.OPERATOR, "model.layers.0.mlp.down_proj") in guilty(report)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -163,9 +165,11 @@ def test_tp_names_exactly_the_planted_stock_layer():
 
 
 def test_a_collective_that_loses_a_rank_is_an_error_and_leaves_the_list_incomplete(monkeypatch):
-    monkeypatch.setattr(collectives, "all_reduce", lambda parts: parts[0])
+    monkeypatch.setattr(data_parallel_axis, "all_reduce", lambda parts: parts[0])
     report = audit_tp(blocks(nn.Linear), rows())
-    product = next(one for one in report.guilty if one.place.operator != collectives.OPERATOR)
+    product = next(
+        one for one in report.guilty if one.place.operator != data_parallel_axis.OPERATOR
+    )
     assert product.kind == "error"
     assert not report.complete
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from isobit.certifying.machine.matrix_descriptors import tcgen05_descriptor, wgmma_descriptor
+from isobit.certifying.machine.control import meeting_points
 from isobit.certifying.machine.mbarriers import Arrival, Mbarriers
-from isobit.certifying.machine.reconvergence import meeting_points
+from isobit.certifying.machine.tensor_core import tcgen05_descriptor, wgmma_descriptor
 from isobit.certifying.ptx import parse
 from isobit.errors import UnsupportedError
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from isobit.certifying.machine import Buffer, Machine
-from isobit.certifying.machine.tensor_maps import TensorMap
+from isobit.certifying.machine.bulk_copies import TensorMap
 from isobit.certifying.ptx import parse
 from isobit.certifying.running.refusals import (
     BarrierWaitError,

@@ -79,6 +79,6 @@ def test_only_evidence_of_certified_claims_depends_on_the_compiled_code(tmp_path
         return {path.name for path in files if "certifying" in path.parts}
 
     assert {"api.py", "judging.py"} <= covered(contract(tmp_path))
-    plain = load_contract(ROOT / "library" / "softmax" / "contract.yaml")
+    plain = load_contract(ROOT / "library" / "softmax.contract.yaml")
     assert plain.code()
     assert not covered(plain)

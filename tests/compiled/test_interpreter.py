@@ -20,7 +20,7 @@ from triton.runtime.jit import JITFunction
 
 import isobit
 from isobit.certifying import interpret, interpreted
-from isobit.certifying.names.fma import fused_multiply_add
+from isobit.certifying.names.leaf import fused_multiply_add
 from isobit.errors import ArgumentError, UnsupportedError
 from isobit.order.engines import tensor_core
 from isobit.order.evaluate import add_fp32, fma_fp32

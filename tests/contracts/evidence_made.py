@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from isobit.contracts.language.contract import Claim, Contract, Obligation, ProofPlan
-from isobit.contracts.store.evidence import Evidence, Finding
+from isobit.contracts.store.evidence import Evidence, JudgedContract
 from isobit.foundation.records import ClaimRecord, Planted, Proof
 
 DIGEST = "0123456789abcdef" * 2
@@ -55,12 +55,12 @@ def record(claim: str = "rows", verdict: str = "kept", level: int = 3, **rest) -
 
 def finding(
     *records: ClaimRecord, digest: str = DIGEST, date: str = "2027-01-01", **rest
-) -> Finding:
-    return Finding(
+) -> JudgedContract:
+    return JudgedContract(
         CONTRACT.id, digest, "", 3, records or (record(),), date, "x86_64 linux avx2", **rest
     )
 
 
-def read(home: Path, digest: str = DIGEST) -> tuple[list[Finding], dict[str, str]]:
+def read(home: Path, digest: str = DIGEST) -> tuple[list[JudgedContract], dict[str, str]]:
     evidence = Evidence(home)
     return evidence.read(digest, CONTRACT), evidence.refused

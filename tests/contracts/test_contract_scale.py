@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from isobit.contracts.store.evidence import Evidence, Finding
+from isobit.contracts.store.evidence import Evidence, JudgedContract
 from isobit.contracts.workspace import Workspace
 from tests.contracts.written_contracts import record_of, write
 
@@ -61,7 +61,9 @@ def test_ten_thousand_contracts(tmp_path, capsys):
     workspace = grow(tmp_path)
     plain = Evidence(tmp_path / ".isobit")
     for entry in workspace.choose([]):
-        quickly(plain, Finding(entry.id, workspace.tree.digest(entry.id), "", 2, (record_of(),)))
+        quickly(
+            plain, JudgedContract(entry.id, workspace.tree.digest(entry.id), "", 2, (record_of(),))
+        )
     runs = [timed(tmp_path, "stale") for _ in range(4)]
     assert {count for count, _ in runs} == {0}
     seconds = statistics.median(second for _, second in runs[1:])
@@ -82,7 +84,7 @@ def test_a_million_records(tmp_path, capsys):
         for day in range(4):
             quickly(
                 plain,
-                Finding(
+                JudgedContract(
                     entry.id, workspace.tree.digest(entry.id), "", 2, records, f"2027-01-{day}"
                 ),
             )
@@ -96,7 +98,7 @@ def test_a_million_records(tmp_path, capsys):
     )  # every record is read, hashed and checked: levels are never taken from a header
 
 
-def quickly(evidence: Evidence, finding: Finding) -> None:
+def quickly(evidence: Evidence, finding: JudgedContract) -> None:
     """As Evidence.write, without waiting for the disk: these need not survive anything."""
     from isobit.foundation import files
 

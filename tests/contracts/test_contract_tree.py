@@ -7,7 +7,7 @@ import pytest
 
 from isobit.contracts.options import Options
 from isobit.contracts.store import tree as tree_module
-from isobit.contracts.store.evidence import Finding
+from isobit.contracts.store.evidence import JudgedContract
 from isobit.contracts.store.sources import find_file, imports_of
 from isobit.contracts.store.tree import Tree, find_contracts
 from isobit.contracts.workspace import Workspace
@@ -186,7 +186,7 @@ def test_facts_that_are_no_facts_are_read_anew(diamond):
 def settle(workspace: Workspace, verdict: str = "kept") -> None:
     for entry in workspace.choose([]):
         digest = workspace.tree.digest(entry.id)
-        workspace.evidence.write(Finding(entry.id, digest, "", 2, (record_of(verdict),)))
+        workspace.evidence.write(JudgedContract(entry.id, digest, "", 2, (record_of(verdict),)))
 
 
 def stale(folder) -> list[str]:

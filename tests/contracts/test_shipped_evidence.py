@@ -144,7 +144,7 @@ def test_a_file_of_another_form_is_none(ship, tmp_path, text):
 def test_changed_source_is_noticed(ship, monkeypatch):
     workspace = ship()
     before = workspace.shipped.source_digest(ID)
-    changed = library() / "rank_agreement" / "contract.yaml"
+    changed = library() / "rank_agreement.contract.yaml"
     real = store.hash_of_file
     monkeypatch.setattr(store, "hash_of_file", lambda p: "0" if p == changed else real(p))
     after = ship().shipped.source_digest(ID)

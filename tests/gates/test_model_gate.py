@@ -11,7 +11,7 @@ from isobit.gates.model.batch_layout_gate import Comparison, compare, count_step
 from isobit.gates.model.batch_layouts import IsobitScorer
 from isobit.gates.model.models import build_model
 from isobit.integrations.transformers.parts import linear
-from isobit.library.model_gate import claims
+from isobit.library import model_gate
 
 # chain-v1 judges the tiny models in both dtypes; these have wider layers and a larger vocabulary.
 SMALL = [
@@ -50,12 +50,12 @@ def stock_linear(x, weight, bias, *_):
 
 # What stands in an operator's place, the quantity that must go red, and what the gate must name.
 PLANTED = {
-    claims.with_stock_linear: ("log-probability", "_proj"),
-    claims.with_keys_of_padding: ("log-probability", "self_attn"),
-    claims.with_positions_of_padding: ("log-probability", ""),
-    claims.with_padded_dgamma: ("gradient", "norm"),
-    claims.with_stock_norm: ("gradient", "norm"),
-    claims.with_stock_loss: ("loss", "loss"),
+    model_gate.with_stock_linear: ("log-probability", "_proj"),
+    model_gate.with_keys_of_padding: ("log-probability", "self_attn"),
+    model_gate.with_positions_of_padding: ("log-probability", ""),
+    model_gate.with_padded_dgamma: ("gradient", "norm"),
+    model_gate.with_stock_norm: ("gradient", "norm"),
+    model_gate.with_stock_loss: ("loss", "loss"),
 }
 
 

@@ -4,7 +4,7 @@ import torch
 
 from isobit import bits
 from isobit.contracts.judge.recipes import mirror
-from isobit.library.placements import SAMPLE_LENGTHS
+from isobit.library.claims import SAMPLE_LENGTHS
 from isobit.ops.attesting import wide_values
 from isobit.order.samples import Samples
 

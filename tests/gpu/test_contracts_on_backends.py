@@ -172,7 +172,7 @@ def test_a_wrong_executor_breaks_the_contract(backend):
 def test_a_claim_that_launches_nothing_is_vacuous(backend):
     contract = replace(
         backend.tree.load("silu-kernel-v1"),
-        subject="isobit.library.elementwise.claims:portable_silu",
+        subject="isobit.library.elementwise:portable_silu",
     )
     (record,) = judged(contract, "executors-agree")
     assert (record.verdict, record.detail) == ("vacuous", run.NO_LAUNCH)

@@ -19,7 +19,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 import isobit
 from isobit import bits
 from isobit.errors import ArgumentError
-from isobit.ops.gpu import targets
+from isobit.ops.gpu import tiles
 from isobit.ops.linear import partial
 from isobit.order.cut import Cut
 from isobit.parallel import GlobalBatch, Gradients
@@ -197,7 +197,7 @@ def test_ranks_on_gpus_of_two_kinds_do_not_agree(monkeypatch):
     engines = [facts["engine of bfloat16"] for facts in found]
     assert engines == ["tc24x8", "tc25x16", "tc25x16", "that of sm_75"]
     assert {facts["engine of float32"] for facts in found} == {"chain"}
-    assert targets.engine_on_gpu(torch.float16, CARD) == "that of sm_75"
+    assert tiles.engine_on_gpu(torch.float16, CARD) == "that of sm_75"
 
 
 def test_partial_products_are_refused_on_a_card():

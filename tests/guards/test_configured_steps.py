@@ -21,7 +21,7 @@ from isobit import ArgumentError
 from isobit.cli.main import main
 from isobit.guards import preflight
 from isobit.guards.configured_steps import judge_plan, plan_of, rate_at, read_counts
-from isobit.guards.trial_run.schedules import rates_of
+from isobit.guards.trial_run.hyperparameters import rates_of
 
 STEPS = "configured steps suffice"
 ALBOR = {

@@ -10,10 +10,8 @@ import pytest
 
 from isobit import ArgumentError
 from isobit.guards.trial_run.counts import Counts, counts_are_as_configured, steps_suffice
-from isobit.guards.trial_run.judging import NotJudged
-from isobit.guards.trial_run.merging import merge_ranks
 from isobit.guards.trial_run.ranks import preflight_ranks, without_same_cause
-from isobit.guards.trial_run.report import PreflightFinding
+from isobit.guards.trial_run.report import NotJudged, PreflightFinding, merge_ranks
 
 SCRIPT = """
 import sys, torch, torch.distributed as dist
@@ -201,7 +199,7 @@ def test_a_mismatch_has_one_row_and_says_what_was_seen(folder):
     assert [finding.rule for finding in report.findings] == ["mismatch"]
     assert (report.steps, report.models, report.parameters) == (1, 1, 4)
     assert "later steps" in report.not_judged
-    assert "loss_calls.py" not in report.findings[0].message  # the lines are the script's
+    assert "losses.py" not in report.findings[0].message  # the lines are the script's
 
 
 def test_findings_of_ranks_that_differ_in_numbers_are_one():

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 
 from isobit import ArgumentError, bits
 from isobit.guards import rank_agreement
-from isobit.guards.live.comparison import Finding, compare_copies
-from isobit.guards.live.replica import is_finite
-from isobit.library.rank_agreement.claims import flip_bit
+from isobit.guards.live.comparison import ParameterDifference, compare_copies, is_finite
+from isobit.library.rank_agreement import flip_bit
 from tests.guards.gloo_ranks import FLIPS, RANKS, ROOT, found_by_ranks
 
 # ---- 1. on four ranks ------------------------------------------------------------------------------------
@@ -183,7 +182,7 @@ def minority(tensors, name):
             found = bits.first_difference(
                 bits.as_integers(tensors[at]), bits.as_integers(tensors[right[0]])
             )
-            yield Finding(
+            yield ParameterDifference(
                 name, at, "bits", found.left, found.right, found.index, tuple(right), tied
             )
 

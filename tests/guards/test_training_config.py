@@ -16,7 +16,7 @@ from isobit.contracts.judge.proofs.integers import prove
 from isobit.errors import ArgumentError
 from isobit.guards import training_config as tc
 from isobit.guards.training_config import TrainingConfig, accepts, accepts_counts, check_training
-from isobit.library.training_config.claims import (
+from isobit.library.training_config import (
     ALL_INTEGERS,
     ENDED_EARLY,
     MENDED,

@@ -16,7 +16,7 @@ from torch import nn
 
 from isobit import GuardError, bits
 from isobit.guards import Intervals, sinks, watch
-from isobit.guards.live.block_course import BlockCourse, blocks_of
+from isobit.guards.live.blocks import BlockCourse, blocks_of
 from isobit.guards.run_log.readers import read_log
 from isobit.guards.run_log.rules import Limits, judge_log
 from tests.guards.curve_shapes import AT, DIVERGING, HEALTHY, counts

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from isobit import ArgumentError, GuardError
 from isobit.guards import Intervals, watch
-from isobit.guards.live.gradient_checks import SAMPLED_ELEMENTS
+from isobit.guards.live.optimizer_checks import SAMPLED_ELEMENTS
 from tests.guards.watch_groups import grouped
 from tests.guards.watched_programs import batch, net
 

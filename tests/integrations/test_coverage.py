@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import isobit
-from isobit.integrations.transformers.coverage import Coverage, Use, observe, walk_gradients
 from isobit.integrations.transformers.operator_table import find_reason
 from isobit.integrations.transformers.residual import fork
+from isobit.integrations.transformers.strictness import Coverage, Use, observe, walk_gradients
 
 aten = torch.ops.aten
 W = torch.randn(8, 8)

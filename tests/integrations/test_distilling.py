@@ -25,7 +25,7 @@ from isobit.gates.training.workload import (
 )
 from isobit.integrations.transformers.distilling import distil, most_likely, teacher_states
 from isobit.integrations.transformers.enabling import enable
-from isobit.integrations.transformers.perplexity import perplexity
+from isobit.integrations.transformers.scoring import perplexity
 from isobit.integrations.transformers.teacher_store import (
     TeacherStore,
     verify_store,

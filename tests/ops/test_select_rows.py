@@ -8,7 +8,7 @@ import torch
 
 import isobit
 from isobit import ArgumentError, UnsupportedError, bits
-from isobit.integrations.transformers.autograd_graph import walk_gradients
+from isobit.integrations.transformers.strictness import walk_gradients
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])

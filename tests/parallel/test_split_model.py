@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import isobit
 from isobit import CutError, UnsupportedError, bits
-from isobit.integrations.transformers.coverage import observe
+from isobit.integrations.transformers.strictness import observe
 from isobit.integrations.transformers.tensor_parallel import shard, unshard
 from isobit.ops.share import Share, collecting
 from isobit.parallel.tensor import head_norm

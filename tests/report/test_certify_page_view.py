@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from isobit.certifying.records import EXECUTED
-from isobit.certifying.report import map as certify_map
-from isobit.certifying.report.failures import gather_failures
+from isobit.certifying.report import drawings as certify_map
 from isobit.certifying.report.page import write_certificate_page
+from isobit.certifying.report.text import gather_failures
 from isobit.certifying.report.words import conclude
 from tests.report import fake_certificates as fakes
 
@@ -25,7 +25,7 @@ def contrast(one, other):
 
 
 def test_letters_can_be_read_on_their_colours():
-    light, dark = certify_map.STYLE.split("@media", 1)
+    light, dark = certify_map.MAP_STYLE.split("@media", 1)
     for text, ground in (("ffffff", light), ("14171d", dark)):
         colours = re.findall(r"--c\d:#([0-9a-f]{6})", ground)
         assert len(colours) == certify_map.COLOURS

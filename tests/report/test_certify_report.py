@@ -8,8 +8,8 @@ from xml.etree import ElementTree
 import pytest
 
 from isobit.certifying.records import Configuration, ExpressionClass, Step
+from isobit.certifying.report.drawings import as_tree, describe_order, gather_steps, is_drawable
 from isobit.certifying.report.json import certificate_as_json
-from isobit.certifying.report.orders import as_tree, describe_order, gather_steps, is_drawable
 from isobit.certifying.report.page import write_certificate_page
 from isobit.certifying.report.text import describe_certificate
 from isobit.certifying.report.words import conclude, counted, describe_members, find_causes, letter

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from sabotage import model_of, other_model, score
 
 import isobit
-from isobit.integrations.transformers.parts import composites, gated_mlp, linear, norms
+from isobit.integrations.transformers.parts import composites, layers, linear
 
 
 def with_trainer(make):
@@ -80,7 +80,7 @@ def product_in_two_halves():
 
 
 def stock_silu_left_in():
-    return patched(gated_mlp, swiglu=lambda gate, up: F.silu(gate) * up)
+    return patched(linear, swiglu=lambda gate, up: F.silu(gate) * up)
 
 
 def stock_norm_left_in():
@@ -92,7 +92,7 @@ def stock_norm_left_in():
         )
         return mine if mine.shape != stock.shape else stock
 
-    return patched(norms, rms_norm=norm)
+    return patched(layers, rms_norm=norm)
 
 
 def residual_not_rounded():

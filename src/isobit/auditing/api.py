@@ -21,7 +21,6 @@ from isobit.auditing.axes.data_parallel_axis import data_parallel
 from isobit.auditing.axes.outcomes import Backward
 from isobit.auditing.axes.tensor_parallel_axis import tensor_parallel
 from isobit.auditing.compiled_code import check_eager
-from isobit.auditing.inputs import Batch, Inputs, as_inputs
 from isobit.auditing.judging.blame import BY
 from isobit.auditing.records import AXES, DEFAULT_AXES, WITHOUT_BACKWARD, Audit, AxisReport, Skipped
 from isobit.auditing.replay.model_state import check_initialized, left_as_it_was
@@ -29,6 +28,7 @@ from isobit.auditing.report.json import audit_as_json
 from isobit.auditing.report.page import write_audit_page
 from isobit.auditing.report.sarif import audit_as_sarif
 from isobit.auditing.report.text import describe_audit
+from isobit.auditing.subjects import Batch, Inputs, as_inputs
 from isobit.errors import ArgumentError
 from isobit.foundation import files
 from isobit.foundation.machine import fingerprint

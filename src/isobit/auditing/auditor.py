@@ -18,7 +18,7 @@ from isobit.auditing.axes.row_watching import RowWatcher
 from isobit.auditing.compiled_code import NOT_WATCHED, compiled_module, run_eagerly
 from isobit.auditing.judging.blame import Blame, as_records, rank
 from isobit.auditing.judging.effects import Quantity, check_effect, measure, outputs_of
-from isobit.auditing.judging.findings import Finding
+from isobit.auditing.judging.findings import GuiltyCall
 from isobit.auditing.judging.remedies import remedy_for
 from isobit.auditing.labels.labels import MIXED
 from isobit.auditing.orders.order_pictures import add_orders
@@ -241,7 +241,7 @@ class AxisAudit:
             f"{some(differ)} still differ{'s' if len(differ) == 1 else ''}: {why_not(watcher, recorders)}",
         )
 
-    def guilty(self, findings: Sequence[Finding], blame: Blame | None) -> tuple[Guilty, ...]:
+    def guilty(self, findings: Sequence[GuiltyCall], blame: Blame | None) -> tuple[Guilty, ...]:
         """Return the records of the guilty calls, the largest share first."""
         remedies = [remedy_for(f.place.operator, f.kind) for f in findings]
         return as_records(findings, self.variation.axis, blame, remedies)

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.calibration.factors import inverse_factor
-from isobit.calibration.statistics import ColumnNorms, Hessian
+from isobit.calibration.statistics import ColumnNorms, Hessian, inverse_factor
 from isobit.errors import UnsupportedError
 from isobit.ops.linear.op import linear
 

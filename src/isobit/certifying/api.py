@@ -16,16 +16,20 @@ import torch
 from isobit import __version__
 from isobit.certifying.judging.certificate import cautions, judge_target, shared_targets
 from isobit.certifying.judging.configurations import Surveyed, plan
-from isobit.certifying.judging.first_call import compare_first, first_launches, not_looked_for
 from isobit.certifying.judging.judging import shown
-from isobit.certifying.judging.scan import Scanned, scan_and_add
+from isobit.certifying.judging.scan import (
+    Scanned,
+    compare_first,
+    first_launches,
+    not_looked_for,
+    scan_and_add,
+)
 from isobit.certifying.records import Certified, TargetReport, TensorRead
 from isobit.certifying.report.json import certificate_as_json, plain_certificate
 from isobit.certifying.report.page import write_certificate_page
 from isobit.certifying.report.text import describe_certificate
 from isobit.certifying.running.compile import Compiler, check_target, triton_package
-from isobit.certifying.running.execution import name_of
-from isobit.certifying.running.steps import Progress, Steps
+from isobit.certifying.running.execution import Progress, Steps, name_of
 from isobit.foundation import files
 from isobit.foundation.processor import cpu_name
 from isobit.foundation.records import Provenance

@@ -22,7 +22,7 @@ from isobit.foundation import files
 if TYPE_CHECKING:
     import torch
 
-    from isobit.auditing.inputs import Inputs
+    from isobit.auditing.subjects import Inputs
 
 
 SHAPE = (8, 24)  # samples and tokens
@@ -149,8 +149,8 @@ def load(options: argparse.Namespace) -> Inputs:
     """Return the model and the inputs that the command line names."""
     import torch
 
-    from isobit.auditing.inputs import as_inputs
     from isobit.auditing.subjects import (
+        as_inputs,
         batch_of,
         capture_call,
         from_factory,

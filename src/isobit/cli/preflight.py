@@ -19,7 +19,7 @@ from isobit.foundation.majority import name_ranks
 from isobit.foundation.plain_text import one_line
 from isobit.guards.config_file import read_config
 from isobit.guards.configured_steps import judge_plan, plan_of
-from isobit.guards.trial_run.configuration import as_report, known_counts
+from isobit.guards.trial_run.counts import as_report, known_counts
 from isobit.guards.trial_run.page import headline, in_steps, write_preflight_page
 from isobit.guards.trial_run.starting import TrialScript, run_script
 

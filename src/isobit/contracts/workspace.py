@@ -12,7 +12,7 @@ from blake3 import blake3
 from isobit.contracts.judge.run import judge_entries
 from isobit.contracts.options import THOROUGH, Options
 from isobit.contracts.store import ladder
-from isobit.contracts.store.evidence import Evidence, Finding, merge_records
+from isobit.contracts.store.evidence import Evidence, JudgedContract, merge_records
 from isobit.contracts.store.shipped import ShippedEvidence
 from isobit.contracts.store.sources import INTERPRET, engine_variables, machine
 from isobit.contracts.store.tree import HOME, Entry, Tree
@@ -159,7 +159,7 @@ class Workspace:
         found: dict[str, dict[str, str]] = {entry.id: {} for entry in entries}
         known = {entry.id: entry for entry in entries}
         others = 0
-        by_engine: dict[tuple[str, str], list[Finding]] = {}
+        by_engine: dict[tuple[str, str], list[JudgedContract]] = {}
         for digest, names in self.evidence.names().items():
             about = self.evidence.about(names[0])
             entry = known.get(about.get("contract", ""))
@@ -227,7 +227,7 @@ class Workspace:
         return judge_entries(self.tree, self.evidence, entries, options, jobs, on)
 
 
-def settles(finding: Finding, entry: Entry, level: int) -> bool:
+def settles(finding: JudgedContract, entry: Entry, level: int) -> bool:
     """Return whether judging again could find nothing new: a claim is red, or all ran up to `level`."""
     if any(record.verdict in ladder.RED for record in finding.records):
         return True

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
+from collections.abc import Iterable, Mapping
 from io import FileIO
 from pathlib import Path
+
+from blake3 import blake3
 
 
 def write_text(path: Path, text: str) -> None:
@@ -51,3 +54,27 @@ def read_bytes(path: Path, largest: int) -> bytes:
     if len(found) > largest:
         raise OSError(f"{path} is larger than {largest:,} bytes")
     return found
+
+
+# Digests of the files of a folder, so that a truncated or changed file is noticed before it is read.
+
+
+def digest_files(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """Return the BLAKE3 digest of each named file."""
+    found = {}
+    for name in names:
+        hashed = blake3(max_threads=blake3.AUTO)
+        hashed.update_mmap(folder / name)
+        found[name] = hashed.hexdigest()
+    return found
+
+
+def first_damaged(folder: Path, expected: Mapping[str, str], names: Iterable[str]) -> str:
+    """Return what is wrong with the first of these files that is not as expected, or nothing."""
+    for name in names:
+        try:
+            if digest_files(folder, [name])[name] != expected[name]:
+                return f"{name}, whose contents changed after it was saved"
+        except OSError as error:
+            return f"{name}: {error.strerror or error}"
+    return ""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from isobit.library.subjects import Call
+from isobit.library.claims import Call
 from isobit.order.samples import Samples
 
 THREE_ROWS = {"samples": Samples.packed([3])}  # for tensors that have another number of rows

@@ -27,8 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as Placement
 
 from isobit.errors import ArgumentError, UnsupportedError
-from isobit.foundation.file_digests import digest_files, first_damaged
-from isobit.foundation.files import write_text
+from isobit.foundation.files import digest_files, first_damaged, write_text
 from isobit.order.plan import VERSION
 from isobit.parallel.collectives.levels import is_first_rank
 from isobit.parallel.tensor.shard import Shard, owner_of, shard_table

@@ -21,7 +21,7 @@ from isobit import __version__
 from isobit.errors import AgreementError
 from isobit.foundation.majority import count_votes, name_ranks
 from isobit.ops import dispatch
-from isobit.ops.gpu.targets import engine_on_gpu
+from isobit.ops.gpu.tiles import engine_on_gpu
 from isobit.order.plan import VERSION
 from isobit.parallel.collectives.levels import RankGroup
 from isobit.parallel.data.global_batch import GlobalBatch

@@ -1,7 +1,7 @@
 """`keyed_dropout`: dropout whose mask is a function of a key, so that it does not depend on the batch.
 
 [Note: the key of a mask] An element is kept or dropped by (seed, step, sample of the global batch, position in the
-sample, module, channel), hashed as in [Note: the key of a draw] of keys.py. Rows of the batch, padding, packing, ranks
+sample, module, channel), hashed as in drawing.py. Rows of the batch, padding, packing, ranks
 and micro-batches are not in the key, and no generator is read or advanced: the same element has the same mask wherever
 it is computed, and again where gradient checkpointing recomputes it. A mask that is keyed by the row of the batch would
 give the first sample of every micro-batch and rank the same mask.
@@ -21,7 +21,15 @@ from torch import Tensor
 
 from isobit.errors import ArgumentError, UnsupportedError
 from isobit.ops.share import share_in_force
-from isobit.sampling.keys import GOLDEN, Whole, as_int64, mix, per_row, request_number, shift_right
+from isobit.sampling.drawing import (
+    GOLDEN,
+    Whole,
+    as_int64,
+    mix,
+    per_row,
+    request_number,
+    shift_right,
+)
 
 BITS = 53  # of a key that decide: p is compared as a whole multiple of 2^-53
 

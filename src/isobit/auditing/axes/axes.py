@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from isobit.auditing.inputs import Inputs
 from isobit.auditing.labels.labels import Ledger, Rows
+from isobit.auditing.subjects import Inputs
 from isobit.foundation.machine import thread_count
 
 if TYPE_CHECKING:

@@ -24,11 +24,10 @@ from torch.utils import _pytree
 from isobit import bits
 from isobit.auditing.auditor import AuditOptions, both, some
 from isobit.auditing.axes.axes import NotApplicableError, same_start
-from isobit.auditing.inputs import Inputs
 from isobit.auditing.judging.accuracy import APPROXIMATION, without_reference
 from isobit.auditing.judging.blame import Blame, as_records, rank
 from isobit.auditing.judging.effects import Quantity, choose, outputs_of, quantity_of
-from isobit.auditing.judging.findings import Finding, compare, merge
+from isobit.auditing.judging.findings import GuiltyCall, compare, merge
 from isobit.auditing.records import (
     ERROR,
     ORDER,
@@ -40,9 +39,9 @@ from isobit.auditing.records import (
     Unjudged,
 )
 from isobit.auditing.replay.call import describe, spec_of, tensors_of
-from isobit.auditing.replay.module_hooks import Called, Hooks, count_calls
 from isobit.auditing.replay.places import short_path
-from isobit.auditing.replay.watching import first_line
+from isobit.auditing.replay.watching import Called, Hooks, count_calls, first_line
+from isobit.auditing.subjects import Inputs
 
 # Tell another rounding from an error for whole modules: both results against the module in fp64.
 
@@ -302,7 +301,7 @@ class CompiledAudit:
         except Exception as error:  # a module may hold anything that cannot be copied
             raise NotApplicableError(f"the model cannot be copied: {first_line(error)}") from error
         self.numbers: dict[str, int] = {}
-        self.findings: dict[str, Finding] = {}
+        self.findings: dict[str, GuiltyCall] = {}
         self.unjudged: dict[str, Unjudged] = {}
         self.judged: set[str] = set()
         self.forwards = self.graphs = 0
@@ -444,7 +443,7 @@ class CompiledAudit:
         kind, accuracy = explain(call, compiled)
         shapes = describe(tensors_of((call.args, call.kwargs)))
         place = self.place(call.path)
-        self.findings[call.path] = Finding(
+        self.findings[call.path] = GuiltyCall(
             place, total, kind, accuracy, OPERATOR, shapes, shapes, None
         )
 

@@ -21,19 +21,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from isobit.auditing.axes import collectives
+from isobit.auditing.axes import data_parallel_axis
 from isobit.auditing.axes.axes import NotApplicableError, VariantCall, Variation, same_start
-from isobit.auditing.axes.collectives import PATIENCE
-from isobit.auditing.inputs import Inputs
+from isobit.auditing.axes.data_parallel_axis import PATIENCE
 from isobit.auditing.judging.accuracy import ROUNDING, units, worst
 from isobit.auditing.judging.effects import outputs_of
-from isobit.auditing.judging.findings import Comparison, Finding
+from isobit.auditing.judging.findings import Comparison, GuiltyCall
 from isobit.auditing.labels.labels import Known, Rows
 from isobit.auditing.records import ERROR, ORDER, Accuracy, AxisReport, Guilty, Place, Unjudged
 from isobit.auditing.replay.call import form_of, operator_name
 from isobit.auditing.replay.places import Places
 from isobit.auditing.replay.replay import Again, Key, is_exact
 from isobit.auditing.replay.watching import Judged, Pair, Watcher, first_line
+from isobit.auditing.subjects import Inputs
 from isobit.foundation.machine import thread_count
 from isobit.integrations.transformers.state import find_state
 from isobit.integrations.transformers.tensor_parallel import shard as shard_model
@@ -182,7 +182,7 @@ class SplitProduct(Again):
             raise ValueError(f"{cut} cannot be divided over {self.ranks} ranks")
         if self.split.by == COLUMN:
             return [torch.cat(self.columns(func, flat, x, weight, bias), -1)]
-        total = collectives.all_reduce(self.partials(func, flat))
+        total = data_parallel_axis.all_reduce(self.partials(func, flat))
         return [total if bias is None else total + bias]
 
     def columns(self, func: Any, flat: list[Any], x: Any, weight: Any, bias: Any) -> list[Tensor]:
@@ -227,7 +227,9 @@ class SplitProduct(Again):
                     mine, part, bias, tp_group=TensorParallelGroup.of(dist.group.WORLD)
                 )
 
-        values: list[Tensor] = World(self.ranks, patience=collectives.PATIENCE).run(program).values
+        values: list[Tensor] = (
+            World(self.ranks, patience=data_parallel_axis.PATIENCE).run(program).values
+        )
         return values[0]
 
 
@@ -316,13 +318,15 @@ class TensorWatcher(Watcher):  # type: ignore[no-untyped-call]
             family = replace(call.place, module=again.split.path).family
             if family not in self.collectives:
                 inputs = call.flat[FORMS[operator_name(call.func)][0]].shape[-1]
-                ranks = (collectives.ranks_that_divide(inputs) or [self.ranks])[-1]
+                ranks = (data_parallel_axis.ranks_that_divide(inputs) or [self.ranks])[-1]
                 parts = again.partials(call.func, call.flat, ranks)
-                judged = collectives.judge(AXIS, again.split.path, [[part] for part in parts])
+                judged = data_parallel_axis.judge(
+                    AXIS, again.split.path, [[part] for part in parts]
+                )
                 self.collectives[family] = judged
         super().settle(call, pairs, plans)
 
-    def find(self, call: Judged, pair: Pair, found: Comparison) -> Finding:
+    def find(self, call: Judged, pair: Pair, found: Comparison) -> GuiltyCall:
         """Tell order from error; ranks may round their partial sums to the result's dtype."""
         finding = super().find(call, pair, found)
         again = pair.again
@@ -518,7 +522,7 @@ class TensorParallel:
             Unjudged(Place("tensor-parallel layer", pattern), AXIS, reason)
             for pattern, reason in self.plan.unknown.items()
         ]
-        report = collectives.add_to_report(report, judged)
+        report = data_parallel_axis.add_to_report(report, judged)
         report = replace(report, unjudged=report.unjudged + tuple(unknown))
         if self.failure:
             why = f"the model could not be run on {RANKS} ranks: {self.failure}"

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from isobit.auditing.judging.effects import Quantity, measure
-from isobit.auditing.judging.findings import Finding
+from isobit.auditing.judging.findings import GuiltyCall
 from isobit.auditing.records import Effect, Group, Guilty
 from isobit.auditing.replay.call import shapes_of
 from isobit.bits import as_integers
@@ -38,7 +38,7 @@ class Blame:
     forwards: int
 
 
-def group(findings: Sequence[Finding], by: str) -> tuple[str, list[tuple[str, list[int]]]]:
+def group(findings: Sequence[GuiltyCall], by: str) -> tuple[str, list[tuple[str, list[int]]]]:
     """Return groups of calls in the order of their first call."""
     if by == "auto":
         by = "one" if len(findings) <= MANY else "class"
@@ -51,7 +51,7 @@ def group(findings: Sequence[Finding], by: str) -> tuple[str, list[tuple[str, li
 
 
 def rank(
-    findings: Sequence[Finding],
+    findings: Sequence[GuiltyCall],
     by: str,
     start: Quantity,
     last: Quantity,
@@ -141,7 +141,7 @@ def as_vectors(points: Sequence[Quantity]) -> list[Tensor]:
 
 
 def as_records(
-    findings: Sequence[Finding],
+    findings: Sequence[GuiltyCall],
     axis: str,
     blame: Blame | None,
     remedies: Sequence[str],

@@ -27,7 +27,7 @@ class Comparison:
 
 
 @dataclass(eq=False)
-class Finding:
+class GuiltyCall:
     """A guilty call: what differed, and what is needed to call it again with tensors of the same kind.
 
     Attributes:
@@ -127,7 +127,7 @@ class ByResult:
         read: the results that differ and that something reads.
     """
 
-    finding: Finding
+    finding: GuiltyCall
     compared: dict[int, Comparison]
     differ: dict[int, tuple[str, Accuracy]]
     read: set[int] = field(default_factory=set)
@@ -189,10 +189,10 @@ class Totals:
     """The operators whose results mix samples, by the storage of what was computed from them alone."""
 
     def __init__(self) -> None:
-        self._found: dict[int, tuple[StorageWeakRef, list[Finding]]] = {}
-        self.open: list[Finding] = []  # those that no sample's rows have met
+        self._found: dict[int, tuple[StorageWeakRef, list[GuiltyCall]]] = {}
+        self.open: list[GuiltyCall] = []  # those that no sample's rows have met
 
-    def add(self, results: Sequence[Tensor], finding: Finding) -> None:
+    def add(self, results: Sequence[Tensor], finding: GuiltyCall) -> None:
         """Keep what was found of an operator that mixes samples."""
         self.open.append(finding)
         self._put(results, [finding])
@@ -203,7 +203,7 @@ class Totals:
         if found:
             self._put(results, found)
 
-    def take(self, inputs: Sequence[Tensor]) -> list[Finding]:
+    def take(self, inputs: Sequence[Tensor]) -> list[GuiltyCall]:
         """Return the operators whose totals are among these inputs, each once."""
         met = [one for one in self._of(inputs) if one in self.open]
         self.open = [one for one in self.open if one not in met]
@@ -213,17 +213,17 @@ class Totals:
         """Return whether a tensor is computed from totals that no sample's rows have met."""
         return any(one in self.open for one in self._of([tensor]))
 
-    def _of(self, tensors: Sequence[Tensor]) -> list[Finding]:
+    def _of(self, tensors: Sequence[Tensor]) -> list[GuiltyCall]:
         if not self._found:
             return []
-        found: list[Finding] = []
+        found: list[GuiltyCall] = []
         for tensor in tensors:
             entry = self._found.get(tensor.untyped_storage()._cdata)
             if entry is not None and not entry[0].expired():  # type: ignore[no-untyped-call]
                 found += [one for one in entry[1] if one not in found]
         return found
 
-    def _put(self, tensors: Sequence[Tensor], findings: list[Finding]) -> None:
+    def _put(self, tensors: Sequence[Tensor], findings: list[GuiltyCall]) -> None:
         for tensor in tensors:
             storage = tensor.untyped_storage()
             self._found[storage._cdata] = (StorageWeakRef(storage), findings)  # type: ignore[no-untyped-call]

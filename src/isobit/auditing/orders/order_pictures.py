@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from isobit.auditing.axes.axes import Variation
-from isobit.auditing.judging.findings import Finding
+from isobit.auditing.judging.findings import GuiltyCall
 from isobit.auditing.judging.remedies import price_of
 from isobit.auditing.orders.call_target import target_of_rows, target_of_sum
 from isobit.auditing.orders.probed_call import (
@@ -338,7 +338,7 @@ SECONDS = 20.0  # for one operator
 
 def add_orders(
     guilty: Sequence[Guilty],
-    findings: Sequence[Finding],
+    findings: Sequence[GuiltyCall],
     variation: Variation,
     count: int,
     say: Callable[[str, int, int], None],
@@ -360,7 +360,7 @@ def add_orders(
     return tuple(found)
 
 
-def look(finding: Finding, variation: Variation) -> tuple[object, str, float | None]:
+def look(finding: GuiltyCall, variation: Variation) -> tuple[object, str, float | None]:
     """Return the certificate of both orders, what it shows or why there is none, and the price of isobit's operator."""
     with _disable_current_modes(), torch.no_grad():
         run = rebuild(finding.func, finding.run, finding.spec)
@@ -371,7 +371,7 @@ def look(finding: Finding, variation: Variation) -> tuple[object, str, float | N
         return certificate, words, price_of(filled(finding))
 
 
-def filled(finding: Finding) -> Call:
+def filled(finding: GuiltyCall) -> Call:
     """Return a call of the run's shapes with random numbers, for timing."""
     flat = [
         torch.randn_like(v.empty())

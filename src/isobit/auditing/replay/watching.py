@@ -9,19 +9,20 @@ watched run has the variant's results, bit for bit.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from isobit.auditing.judging.accuracy import explain
+from isobit.auditing.judging.accuracy import explain, random_states
 from isobit.auditing.judging.findings import (
     ByResult,
     Comparison,
-    Finding,
+    GuiltyCall,
     Reads,
     Totals,
     compare,
@@ -35,6 +36,7 @@ from isobit.auditing.replay.call import (
     flatten,
     positions_of,
     results_of,
+    tensors_of,
     unflatten,
     without_rows,
     written_by,
@@ -63,7 +65,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.numbering, self.axis = Numbering(places), axis
         self.judged = self.exact = self.carriers = 0
-        self.findings: list[Finding] = []
+        self.findings: list[GuiltyCall] = []
         self.unjudged: list[Unjudged] = []
         self.replays: dict[int, list[Again]] = {}
         self.seen: list[Key] = []  # the calls that compute
@@ -152,7 +154,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         """Record a call as guilty if any pair differs."""
         compared: dict[int, Comparison] = {}
-        differ: dict[int, Finding] = {}
+        differ: dict[int, GuiltyCall] = {}
         for pair in pairs:
             found = compare(pair.run, pair.variant)
             compared[pair.at] = merge(compared.get(pair.at), found)
@@ -197,7 +199,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.changes.change(result)
         return carried
 
-    def find(self, call: Judged, pair: Pair, found: Comparison) -> Finding:
+    def find(self, call: Judged, pair: Pair, found: Comparison) -> GuiltyCall:
         """Describe a difference and tell order from error."""
         began = time.perf_counter()
         form = call.spec if pair.again is None else pair.again.form(call.spec)
@@ -205,7 +207,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kind, accuracy = explain(variant, pair.run, pair.variant, pair.at, pair.parts)
         self.explaining += time.perf_counter() - began
         ours, theirs = describe(call.flat), describe(pair.arguments)
-        return Finding(call.place, found, kind, accuracy, call.func, ours, theirs, call.spec)
+        return GuiltyCall(call.place, found, kind, accuracy, call.func, ours, theirs, call.spec)
 
     def pairs(self, call: Judged, plans: list[tuple[Again, list[Any]]]) -> Iterator[Pair]:
         """Yield the rows of the run and those of the replays, for every result that is compared."""
@@ -349,3 +351,126 @@ def why_unknown(call: Judged) -> str:
 def first_line(error: BaseException) -> str:
     """Return the first line of an error, cut short."""
     return (str(error).splitlines() or [type(error).__name__])[0][:160]
+
+
+# Hooks on the modules of a model: see their calls, and put other results in the place of their own.
+
+
+@dataclass
+class Called:
+    """A call of a module: its path, what it was called with, and what it returned.
+
+    Attributes:
+        path: the path of the module.
+        module: the module.
+        args: what it was called with.
+        kwargs: what it was called with by name.
+        out: what it returned.
+        writes: whether it wrote to a tensor that it was called with.
+        states: the states of all devices' random numbers before the call.
+        draws: whether it drew random numbers.
+    """
+
+    path: str
+    module: nn.Module
+    args: Any
+    kwargs: Any
+    out: Any
+    writes: bool = False
+    states: Sequence[Tensor] = ()
+    draws: bool = False
+
+    def with_its_random_numbers(self, program: Callable[[], Any]) -> Any:
+        """Run something with the random numbers that the call started with, and leave those of the run alone."""
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+            if self.states:
+                torch.set_rng_state(self.states[0])
+                for device, state in enumerate(self.states[1:]):
+                    torch.cuda.set_rng_state(state, device)
+            return program()
+
+
+class Hooks:
+    """Replace results of modules while the context is open.
+
+    Args:
+        model: The model.
+        paths: The modules that are seen.
+        replace: Called with each call; returns another result, or None to leave it.
+        outermost: Whether only calls that are not inside another one are seen.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        paths: Collection[str],
+        replace: Callable[[Called], Any],
+        outermost: bool = False,
+    ) -> None:
+        """Note which modules are seen."""
+        self.replace, self.outermost = replace, outermost
+        self.seen = [(path, model.get_submodule(path)) for path in paths]
+        self.handles: list[Any] = []
+        self.open: list[tuple[list[int], list[Tensor]]] = []
+
+    def __enter__(self) -> Hooks:
+        """Register the hooks."""
+        for path, module in self.seen:
+            self.handles.append(module.register_forward_pre_hook(self.before, with_kwargs=True))
+            after = self.after(path)
+            self.handles.append(module.register_forward_hook(after, with_kwargs=True))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Remove the hooks."""
+        for handle in self.handles:
+            handle.remove()
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Note the versions of the inputs and the random numbers."""
+        self.open.append((versions((args, kwargs)), random_states()))
+
+    def after(self, path: str) -> Callable[..., Any]:
+        """Return the hook of a path."""
+
+        def hook(module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
+            known, states = self.open.pop()
+            if self.outermost and self.open:
+                return None
+            writes = versions((args, kwargs)) != known
+            draws = not all(map(torch.equal, states, random_states()))
+            return self.replace(Called(path, module, args, kwargs, out, writes, states, draws))
+
+        return hook
+
+
+def versions(values: Any) -> list[int]:
+    """Return the versions of all tensors in a structure; an inference tensor has none."""
+    return [0 if t.is_inference() else t._version for t in tensors_of(values)]
+
+
+def count_calls(model: nn.Module, run: Callable[[], Any]) -> tuple[dict[str, int], int]:
+    """Run a model; return the number of the last call of each module that is called, children first, and of all calls.
+
+    No hook is used, since a module that is not called may not allow one: its weight may be read by another module.
+    """
+    paths = {id(module): path for path, module in model.named_modules()}
+    numbers: dict[str, int] = {}
+    total = 0
+    called = nn.Module.__call__
+
+    def count(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        nonlocal total
+        out = called(module, *args, **kwargs)
+        path = paths.get(id(module))
+        if path is not None:
+            numbers[path] = total
+            total += 1
+        return out
+
+    nn.Module.__call__ = count  # type: ignore[method-assign]
+    try:
+        run()
+    finally:
+        nn.Module.__call__ = called  # type: ignore[method-assign]
+    return numbers, total

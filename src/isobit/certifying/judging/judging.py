@@ -23,7 +23,7 @@ import numpy as np
 
 from isobit.certifying.judging.configurations import Planned, PlannedInputs, Surveyed
 from isobit.certifying.judging.paths import short_path
-from isobit.certifying.machine.launch_numbers import Compared, threshold_above
+from isobit.certifying.machine.predicates import Compared, threshold_above
 from isobit.certifying.names.row_names import Rows, rows_of
 from isobit.certifying.records import (
     BROKEN,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from isobit.certifying.machine.asynchronous_races import AsynchronousRaces
 from isobit.certifying.machine.mbarriers import Arrival, Mbarriers
 from isobit.certifying.machine.opcodes.table import Step, decoder
+from isobit.certifying.machine.races import AsynchronousRaces
 from isobit.certifying.machine.state import State
 from isobit.certifying.names.names import Array
 from isobit.certifying.ptx import Immediate, Instruction, Operand, Pair, Sink

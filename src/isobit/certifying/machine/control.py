@@ -2,23 +2,248 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
 
+from isobit.certifying.machine.asynchronous import registers_of
+from isobit.certifying.machine.opcodes.integers import join_predicates
 from isobit.certifying.machine.opcodes.table import Step, decoder
-from isobit.certifying.machine.predicate_names import negated
-from isobit.certifying.machine.skips import is_skip, run_skip
+from isobit.certifying.machine.predicates import negated
 from isobit.certifying.machine.state import State
 from isobit.certifying.names import names as nm
-from isobit.certifying.names.names import Array
-from isobit.certifying.ptx.program import Instruction, Symbol
+from isobit.certifying.names.names import Array, Names
+from isobit.certifying.ptx import Program, Symbol
+from isobit.certifying.ptx.program import Guard, Instruction
 from isobit.certifying.running.refusals import (
     DataBranchError,
     DivergentBranchError,
     EndlessLoopError,
     refuse,
 )
+
+# Where threads that branch apart meet again: the immediate post-dominator of each branch.
+#
+# Triton lets one warp issue the instructions of sm_100's tensor core: the other warps branch around them. The
+# machine runs both sides, one after the other, each with its threads, until the instruction that every path from
+# the branch to the end of the kernel passes first.
+
+EXIT = ("ret", "exit", "trap")
+
+
+def successors(program: Program, index: int) -> list[int]:
+    """Return the instructions that may follow one; the number of instructions stands for the end."""
+    instruction, end = program.instructions[index], len(program.instructions)
+    following = [] if instruction.guard is None else [index + 1]
+    if instruction.parts[0] in EXIT:
+        return [*following, end]
+    if instruction.parts[0] == "bra":
+        target = instruction.operands[0]
+        assert isinstance(target, Symbol)
+        return [*following, program.labels[target.name]]
+    return [index + 1]
+
+
+def meeting_points(program: Program) -> dict[int, int]:
+    """Return for each guarded branch the instruction where its two sides meet.
+
+    The method is that of Cooper, Harvey and Kennedy ("A Simple, Fast Dominance Algorithm") on the reversed
+    graph of blocks: straight lines of instructions are one block.
+    """
+    end = len(program.instructions)
+    starts = {0, end, *program.labels.values()}
+    for index, instruction in enumerate(program.instructions):
+        if instruction.parts[0] in ("bra", *EXIT):
+            starts.add(index + 1)
+    firsts = sorted(starts)
+    last_of = {a: b - 1 for a, b in itertools.pairwise(firsts)}
+    edges = {first: successors(program, last) for first, last in last_of.items()}
+    order = _postorder_to(end, edges)
+    rank = {block: i for i, block in enumerate(order)}
+    after: dict[int, int] = {end: end}
+    changed = True
+    while changed:
+        changed = False
+        for block in reversed(order[:-1]):
+            known = [each for each in edges[block] if each in after]
+            meet = known[0]
+            for each in known[1:]:
+                meet = _common(meet, each, after, rank)
+            if after.get(block) != meet:
+                after[block], changed = meet, True
+    return {
+        last: after[first]
+        for first, last in last_of.items()
+        if first in after and len(edges[first]) > 1
+    }
+
+
+def _common(a: int, b: int, after: dict[int, int], rank: dict[int, int]) -> int:
+    while a != b:
+        while rank[a] < rank[b]:
+            a = after[a]
+        while rank[b] < rank[a]:
+            b = after[b]
+    return a
+
+
+def _postorder_to(end: int, edges: dict[int, list[int]]) -> list[int]:
+    """Return the blocks that reach the end, in postorder of a walk against the edges."""
+    before: dict[int, list[int]] = {}
+    for block, following in edges.items():
+        for each in following:
+            before.setdefault(each, []).append(block)
+    order, seen = [], {end}
+    stack = [(end, iter(before.get(end, ())))]
+    while stack:
+        block, rest = stack[-1]
+        for each in rest:
+            if each not in seen:
+                seen.add(each)
+                stack.append((each, iter(before.get(each, ()))))
+                break
+        else:
+            order.append(block)
+            stack.pop()
+    return order
+
+
+# Branches on float data that only skip arithmetic: run as selects.
+#
+# libdevice's log, for one, branches around two instructions for infinities. Such a branch decides no
+# address and no memory access: every instruction up to the meeting point works on registers of its own
+# thread and jumps forward only. Each of them then runs under its path condition, as if it had a guard:
+# a register becomes "new if the path was taken else old", which is what the branch does, bit for bit.
+# A register that occurs nowhere else in the program needs no condition.
+
+
+@dataclass(frozen=True)
+class Condition:
+    """The threads that take a path, and the name of the condition in each."""
+
+    mask: Array
+    name: Names
+
+    def both(self, other: Condition) -> Condition:
+        """Return the condition that both hold."""
+        return Condition(self.mask & other.mask, join_predicates("and", self.name, other.name))
+
+    def either(self, other: Condition) -> Condition:
+        """Return the condition that one of them holds."""
+        return Condition(self.mask | other.mask, join_predicates("or", self.name, other.name))
+
+    def opposite(self) -> Condition:
+        """Return the condition that this one does not hold."""
+        return Condition(~self.mask, negated(self.name))
+
+
+def target_of(program: Program, at: int) -> int:
+    """Return the instruction that a branch jumps to."""
+    label = program.instructions[at].operands[0]
+    assert isinstance(label, Symbol)
+    return program.labels[label.name]
+
+
+def is_skip(program: Program, register_only: list[bool], at: int, meet: int) -> bool:
+    """Whether the instructions between a branch and its meeting point only compute, and go forward."""
+    inside = range(at + 1, meet)
+    if meet <= at or meet >= len(program.instructions):
+        return False
+    for i in range(at, meet):  # the branch itself must go forward too
+        if program.instructions[i].parts[0] == "bra":
+            if not i < target_of(program, i) <= meet:
+                return False
+        elif not register_only[i]:
+            return False
+    branches = (i for i, each in enumerate(program.instructions) if each.parts[0] == "bra")
+    return not any(
+        i not in inside and i != at and at < target_of(program, i) < meet for i in branches
+    )
+
+
+def local_registers(program: Program, at: int, meet: int) -> frozenset[int]:
+    """Return the registers that occur only inside of a skip and are written before they are read."""
+    found: set[int] = set()
+    first_read: set[int] = set()
+    for each in program.instructions[at + 1 : meet]:
+        if each.parts[0] == "bra":
+            continue
+        read = registers_of(each.operands[1:])
+        first_read |= read - found
+        written = registers_of(each.operands[:1])
+        if each.guard is not None:
+            first_read |= written - found
+        found |= written
+    outside: set[int] = set()
+    for i, each in enumerate(program.instructions):
+        if not at < i < meet:
+            outside |= registers_of(each.operands)
+        if each.guard is not None:
+            outside.add(each.guard.register.index)
+    return frozenset(found - first_read - outside)
+
+
+def replaced_registers(program: Program, at: int, meet: int) -> set[int]:
+    """Return the registers that every path of a skip writes before it reads them.
+
+    What they held before the branch is lost in any case, so the first write needs no condition.
+    """
+    after: dict[int, set[int]] = {meet: set()}  # the registers that all paths from a place replace
+    for i in range(meet - 1, at - 1, -1):
+        each = program.instructions[i]
+        following = [] if each.parts[0] == "bra" and each.guard is None else [after[i + 1]]
+        if each.parts[0] == "bra":
+            after[i] = set.intersection(*following, after[target_of(program, i)])
+        else:
+            written = registers_of(each.operands[:1]) if each.guard is None else frozenset()
+            after[i] = (after[i + 1] | written) - registers_of(each.operands[1:])
+            if each.guard is not None:
+                after[i] -= registers_of(each.operands[:1])
+        if each.guard is not None:
+            after[i] -= {each.guard.register.index}
+    return after[at]
+
+
+def run_skip(machine: State, at: int, meet: int, active: Array | None) -> None:
+    """Run the instructions of a skip under their path conditions, up to the meeting point."""
+    program = machine.program
+    everyone = np.ones(machine.threads, bool) if active is None else active
+    start = Condition(everyone, nm.constant_predicate(everyone))
+    never = Condition(np.zeros_like(everyone), nm.constant_predicate(np.zeros_like(everyone)))
+    local = local_registers(program, at, meet)
+    fresh = replaced_registers(program, at, meet)
+    order = machine.asynchronous
+    arriving: dict[int, Condition] = {}
+    path = start
+    for i in range(at, meet):
+        path = path.either(arriving.pop(i, never))
+        instruction = machine.current = program.instructions[i]
+        machine.hits[i] += i > at
+        if order is not None and order.checked:
+            order.before(instruction)
+        taken = (
+            path if instruction.guard is None else path.both(of_guard(machine, instruction.guard))
+        )
+        if instruction.parts[0] == "bra":
+            target = target_of(program, i)
+            arriving[target] = arriving.get(target, never).either(taken)
+            path = never if instruction.guard is None else path.both(taken.opposite())
+        elif instruction.guard is None and registers_of(instruction.operands[:1]) <= local | fresh:
+            machine.guard_names = None
+            machine.steps[i](machine, active)
+            fresh -= registers_of(instruction.operands[:1])
+        else:
+            fresh -= registers_of(instruction.operands[:1])
+            machine.guard_names = None if nm.is_constant(taken.name).all() else taken.name
+            machine.steps[i](machine, taken.mask)
+
+
+def of_guard(machine: State, guard: Guard) -> Condition:
+    """Return the condition that a guard lets a thread execute."""
+    made = Condition(machine.bits(guard.register, 1), machine.names_of(guard.register, 1))
+    return made.opposite() if guard.negated else made
+
 
 LOOKED_AT = 1024  # iterations of a loop after which it is looked at whether anything changes
 
@@ -84,7 +309,7 @@ def run_threads(machine: State) -> None:
     """Run the threads of a CTA until all have returned.
 
     Warps that branch apart run apart, one side after the other, until the place that every path
-    from the branch passes (see reconvergence.py). A return is a jump to the end.
+    from the branch passes (see below). A return is a jump to the end.
     """
     instructions, steps = machine.program.instructions, machine.steps
     register_only, hits = machine.register_only, machine.hits

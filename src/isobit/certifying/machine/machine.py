@@ -32,15 +32,13 @@ from isobit.certifying.machine.asynchronous import (
     RegisterUse,
     uses_asynchronous_work,
 )
-from isobit.certifying.machine.asynchronous_races import AsynchronousRaces
-from isobit.certifying.machine.control import run_threads
-from isobit.certifying.machine.integer_bits import IntegerBits
+from isobit.certifying.machine.bulk_copies import TensorArgument, TensorMap
+from isobit.certifying.machine.control import meeting_points, run_threads
 from isobit.certifying.machine.memory import Buffer, Pointer, Shared
 from isobit.certifying.machine.opcodes.table import find
-from isobit.certifying.machine.races import Races
-from isobit.certifying.machine.reconvergence import meeting_points
+from isobit.certifying.machine.races import AsynchronousRaces, Races
+from isobit.certifying.machine.registers import IntegerBits
 from isobit.certifying.machine.state import State
-from isobit.certifying.machine.tensor_maps import TensorArgument, TensorMap
 from isobit.certifying.names.names import Array, Names
 from isobit.certifying.ptx.program import Instruction, Program
 from isobit.certifying.running.recorded import Recorded

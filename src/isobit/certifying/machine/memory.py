@@ -8,8 +8,7 @@ import numpy as np
 
 from isobit.certifying.machine.registers import unknown_names
 from isobit.certifying.names import names as nm
-from isobit.certifying.names.byte_names import byte_of
-from isobit.certifying.names.names import Array, Names
+from isobit.certifying.names.names import Array, Names, byte_of
 
 UNWRITTEN = np.uint64(0)  # a half of shared memory that nothing has written
 

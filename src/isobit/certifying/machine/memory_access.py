@@ -5,13 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from isobit.certifying.machine import memory, registers
-from isobit.certifying.machine.integer_bits import IntegerBits
 from isobit.certifying.machine.memory import Buffer, Shared
 from isobit.certifying.machine.races import Access, Races
-from isobit.certifying.machine.register_access import RegisterAccess
+from isobit.certifying.machine.registers import IntegerBits, RegisterAccess
 from isobit.certifying.names import names as nm
-from isobit.certifying.names.byte_names import byte_of, half_of_bytes
-from isobit.certifying.names.names import Array, Names
+from isobit.certifying.names.names import Array, Names, byte_of, half_of_bytes
 from isobit.certifying.ptx.program import Address, Operand, Register
 from isobit.certifying.running.refusals import (
     AddressError,

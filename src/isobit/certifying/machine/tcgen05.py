@@ -14,12 +14,19 @@ import numpy as np
 
 from isobit.certifying.machine.asynchronous import Asynchronous
 from isobit.certifying.machine.barrier_objects import barriers, issuing_thread, value_at
-from isobit.certifying.machine.matrix_descriptors import tcgen05_descriptor
 from isobit.certifying.machine.mbarriers import Arrival
 from isobit.certifying.machine.opcodes.table import Step, decoder
 from isobit.certifying.machine.registers import Word
 from isobit.certifying.machine.state import State
-from isobit.certifying.machine.tensor_core import Tile, joined, multiply, named, shared_tile, zeros
+from isobit.certifying.machine.tensor_core import (
+    Tile,
+    joined,
+    multiply,
+    named,
+    shared_tile,
+    tcgen05_descriptor,
+    zeros,
+)
 from isobit.certifying.machine.tensor_memory import (
     LANES,
     Cells,

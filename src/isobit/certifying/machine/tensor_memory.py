@@ -49,24 +49,30 @@ class TensorMemory:
     def allocate(self, columns: int) -> int:
         """Reserve columns and return their address: the lowest free range."""
         if columns < 32 or columns > COLUMNS or columns & columns - 1:
-            raise refuse("tcgen05.alloc of 32, 64, 128, 256 or 512 columns", f"{columns} columns")
+            raise unsupported_tensor_memory(
+                "tcgen05.alloc of 32, 64, 128, 256 or 512 columns", f"{columns} columns"
+            )
         for first in range(0, COLUMNS - columns + 1, columns):
             if all(first + columns <= f or f + n <= first for f, n in self.allocated.items()):
                 self.allocated[first] = columns
                 return first
-        raise refuse("free columns of tensor memory", f"tcgen05.alloc of {columns} with none free")
+        raise unsupported_tensor_memory(
+            "free columns of tensor memory", f"tcgen05.alloc of {columns} with none free"
+        )
 
     def free(self, address: int, columns: int) -> None:
         """Return columns that were allocated."""
         if self.allocated.get(address) != columns:
             received = f"tcgen05.dealloc of {columns} columns at {address:#x}"
-            raise refuse("tcgen05.dealloc of what tcgen05.alloc returned", received)
+            raise unsupported_tensor_memory(
+                "tcgen05.dealloc of what tcgen05.alloc returned", received
+            )
         del self.allocated[address]
 
     def finish(self) -> None:
         """Refuse a CTA that ends without returning its columns: the next one would wait for them."""
         if self.allocated:
-            raise refuse(
+            raise unsupported_tensor_memory(
                 "tcgen05.dealloc of all columns before a CTA ends", f"{self.allocated} left"
             )
 
@@ -78,7 +84,7 @@ class TensorMemory:
         inside = (columns >= 0) & (columns < COLUMNS)
         if not inside.all() or free[columns].any():
             bad = int(columns[~inside][0] if not inside.all() else columns[free[columns]][0])
-            raise refuse(
+            raise unsupported_tensor_memory(
                 "an access to allocated columns of tensor memory", f"{what} at column {bad}"
             )
 
@@ -93,7 +99,7 @@ def matrix_cells(address: int, rows: int, columns: int) -> tuple[Indices, Indice
         lanes = lane + row // BLOCK * 32 + row % BLOCK
         blocks = 0x55 << lane // BLOCK
     else:
-        raise refuse(
+        raise unsupported_tensor_memory(
             "a matrix of 128 rows at lane 0, or of 64 at lane 0 or 16", f"{rows} at {lane}"
         )
     return lanes, first + np.arange(columns), Cells(blocks, first, first + columns)
@@ -114,7 +120,7 @@ def message_cells(
     lane, column = addresses >> 16, addresses & 0xFFFF
     warp = thread // 32
     if (addresses.reshape(-1, 32) != addresses.reshape(-1, 32)[:, :1]).any():
-        raise refuse(
+        raise unsupported_tensor_memory(
             "one address per warp in tcgen05.ld and tcgen05.st", "threads of a warp that differ"
         )
     own = lane - warp % 4 * 32
@@ -132,12 +138,14 @@ def message_cells(
         ]
     else:
         received = f"shape {shape} at lane {int(lane[0])} in warp {int(warp[0])}"
-        raise refuse("tcgen05.ld or .st of 32x32b or 16x32bx2 in the warp's own lanes", received)
+        raise unsupported_tensor_memory(
+            "tcgen05.ld or .st of 32x32b or 16x32bx2 in the warp's own lanes", received
+        )
     repeat = np.arange(count)
     return np.broadcast_to(lanes[:, None], (len(thread), count)), start[:, None] + repeat, parts
 
 
-def refuse(expected: str, received: str) -> UnsupportedError:
+def unsupported_tensor_memory(expected: str, received: str) -> UnsupportedError:
     """Return the error for a use of tensor memory that the machine does not support."""
     remedy = "compile the kernel with Triton 3.7, or use a tile that does not need this instruction"
     return UnsupportedError(expected=expected, received=received, remedy=remedy)

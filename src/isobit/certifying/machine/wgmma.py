@@ -12,11 +12,16 @@ import re
 
 import numpy as np
 
-from isobit.certifying.machine.matrix_descriptors import wgmma_descriptor
 from isobit.certifying.machine.opcodes.table import Step, decoder
 from isobit.certifying.machine.registers import Word
 from isobit.certifying.machine.state import State
-from isobit.certifying.machine.tensor_core import Tile, multiply, shared_tile, zeros
+from isobit.certifying.machine.tensor_core import (
+    Tile,
+    multiply,
+    shared_tile,
+    wgmma_descriptor,
+    zeros,
+)
 from isobit.certifying.names import names as nm
 from isobit.certifying.names.names import Array
 from isobit.certifying.ptx import Immediate, Instruction, Operand, Register, Vector

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from isobit.certifying.names.arithmetic import odd_sum
 from isobit.errors import ArgumentError, UnsupportedError
 from isobit.order.engines import (
     CDNA3_SUM_FRACTION,
@@ -284,3 +285,24 @@ def tables(dtype: str) -> tuple[Array, Array]:
     values = np.where(patterns >> (width + digits), -values, values)
     exponents[values == 0] = NO_EXPONENT
     return values, exponents.astype(np.int16)
+
+
+# The chain of fused multiply-adds that `tl.dot` in fp32 is on every GPU (`input_precision="ieee"`).
+
+
+def fused_multiply_add(a: Array, b: Array, c: Array) -> Array:
+    """Return a * b + c rounded once, for float32 arrays that broadcast; a NaN has the bits 0x7FFFFFFF.
+
+    Subnormals are kept also in a thread that flushes them.
+    """
+    with np.errstate(all="ignore"):
+        return narrow(nearest(odd_sum(widen(a) * widen(b), widen(c))))
+
+
+def chain(a: Array, b: Array, c: Array) -> Array:
+    """Return a @ b.T + c for a [..., M, K], b [..., N, K], c [..., M, N]: k ascending, on top of c."""
+    with np.errstate(all="ignore"):
+        left, right, total = widen(a), widen(b), widen(c)
+        for k in range(a.shape[-1]):
+            total = nearest(odd_sum(left[..., :, None, k] * right[..., None, :, k], total))
+        return narrow(total)

@@ -15,7 +15,7 @@ from isobit.certifying.records import (
     Outcome,
     TargetReport,
 )
-from isobit.certifying.report.orders import describe_order
+from isobit.certifying.report.drawings import describe_order
 from isobit.certifying.report.words import conclude
 from isobit.foundation.records import to_json
 from isobit.order.addition import Branch, digest, steps_of

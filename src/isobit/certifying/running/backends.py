@@ -16,12 +16,12 @@ from isobit.certifying.machine import Buffer, Machine
 from isobit.certifying.running.compile import (
     Compiled,
     Compiler,
+    KernelText,
     Specialised,
     check_target,
     specialise,
 )
 from isobit.certifying.running.interpreter import interpreted
-from isobit.certifying.running.kernel_texts import KernelText
 from isobit.errors import ArgumentError, UnsupportedError
 from isobit.foundation import backends
 from isobit.foundation.machine import keeping_subnormals

@@ -18,8 +18,13 @@ import torch
 from isobit.certifying.judging.static_facts import ptx_digest
 from isobit.certifying.running import sass
 from isobit.certifying.running.backends import compiler_for
-from isobit.certifying.running.compile import TARGETS, CompileError, LaunchError, specialise
-from isobit.certifying.running.kernel_texts import KernelText
+from isobit.certifying.running.compile import (
+    TARGETS,
+    CompileError,
+    KernelText,
+    LaunchError,
+    specialise,
+)
 from isobit.errors import IsobitError, UnsupportedError
 from isobit.order.engines import ENGINE_OF_TARGET
 

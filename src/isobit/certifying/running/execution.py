@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from isobit.certifying.machine import Buffer, Machine, Pointer
-from isobit.certifying.machine.launch_numbers import Compared, noting
+from isobit.certifying.machine.predicates import Compared, noting
 from isobit.certifying.records import KernelFacts
 from isobit.certifying.running.capture import Choices, captured
 from isobit.certifying.running.compile import (
@@ -434,3 +434,30 @@ def _is_users(file: str) -> bool:
 def name_of(function: Function) -> str:
     """Return a function's name."""
     return str(getattr(function, "__name__", type(function).__name__))
+
+
+# Progress of a certificate: which step is running, of how many.
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass
+class Steps:
+    """Counts configurations; `progress` is called with a text, the steps done and all steps."""
+
+    progress: Progress | None = None
+    done: int = 0
+    total: int = 0
+
+    def expect(self, here: int, targets_to_come: int) -> None:
+        """Set how many configurations this target has; later targets are expected to have as many."""
+        self.total = self.done + here * (1 + targets_to_come)
+
+    def tell(self, text: str) -> None:
+        """Say what is running."""
+        if self.progress is not None:
+            self.progress(text, self.done, self.total)
+
+    def finish(self) -> None:
+        """Count one configuration."""
+        self.done += 1

@@ -15,9 +15,8 @@ import numpy as np
 
 from isobit.certifying.names import expressions
 from isobit.certifying.names import names as nm
-from isobit.certifying.names.expressions import Difference, Element, Node
+from isobit.certifying.names.expressions import Difference, Element, Node, additions
 from isobit.certifying.names.names import Array, Names
-from isobit.certifying.names.sum_trees import additions
 from isobit.certifying.ptx.program import Instruction, Program
 from isobit.errors import ArgumentError
 from isobit.order.addition import Branch

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from isobit.contracts.language.contract import Contract
 from isobit.contracts.options import Options
 from isobit.contracts.store import ladder
-from isobit.contracts.store.evidence import Evidence, Finding
+from isobit.contracts.store.evidence import Evidence, JudgedContract
 from isobit.contracts.store.opened_files import OpenedFiles
 from isobit.contracts.store.sources import machine
 from isobit.contracts.store.tree import Entry, Tree
@@ -156,7 +156,7 @@ def _write(tree: Tree, evidence: Evidence, entry: Entry, options: Options, judge
     cut_short = len(reached) < len(judged.records)
     if cut_short and not any(record.verdict in ladder.RED for record in reached):
         return  # --seconds ended it, and nothing was decided
-    finding = Finding(
+    finding = JudgedContract(
         entry.id,
         tree.digest(
             entry.id, options.variant, judged.machine if judged.machine != machine() else ""

@@ -137,7 +137,7 @@ ABOUT = ("contract", "digest", "subject", "date", "machine", "engine")
 
 
 @dataclass(frozen=True)
-class Finding:
+class JudgedContract:
     """One judging of one contract: what was judged, where, and a record per claim."""
 
     contract: str
@@ -171,7 +171,7 @@ def digest_in(name: str) -> str:
     return os.path.basename(name).partition("-")[0]
 
 
-def chain(finding: Finding) -> list[bytes]:
+def chain(finding: JudgedContract) -> list[bytes]:
     """Return the lines of a file, each record with the digest of the line before."""
     about = {
         name: value for name, value in vars(finding).items() if name not in ("records", "reached")
@@ -252,7 +252,7 @@ def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def finding_from(lines: Sequence[bytes], digest: str, contract: Contract) -> Finding:
+def finding_from(lines: Sequence[bytes], digest: str, contract: Contract) -> JudgedContract:
     """Build a finding from the lines of a file: check types, chain and claims, and compute levels."""
     header, *found = json.loads(b"[%b]" % b",".join(lines), object_pairs_hook=unique_names)
     check_form(header)
@@ -280,7 +280,7 @@ def finding_from(lines: Sequence[bytes], digest: str, contract: Contract) -> Fin
         if about is None:
             raise NotEvidence("it records a claim that the contract does not have, or one twice")
         records.append(record_from(line, *about))
-    return Finding(
+    return JudgedContract(
         asked=asked, reached=tuple(sorted(reached.items())), records=tuple(records), **header
     )
 
@@ -356,7 +356,7 @@ class Evidence:
         push(self.store, self.folder)
         self._names = None
 
-    def write(self, finding: Finding) -> Path:
+    def write(self, finding: JudgedContract) -> Path:
         """Write a new file atomically; existing files are never changed."""
         digest, lines = finding.digest, chain(finding)
         folder = self.folder / digest[:2]
@@ -420,7 +420,7 @@ class Evidence:
         """Return whether there is a file for this digest."""
         return digest in self.names()
 
-    def read(self, digest: str, contract: Contract) -> list[Finding]:
+    def read(self, digest: str, contract: Contract) -> list[JudgedContract]:
         """Return the valid findings of a digest; `refused` has the reason for each other file."""
         found = [self._read_file(name, contract) for name in sorted(self.names().get(digest, ()))]
         return [finding for finding in found if finding is not None]
@@ -434,7 +434,7 @@ class Evidence:
             f"evidence is there but does not count: {reason}" for reason in reasons[:3]
         )
 
-    def _read_file(self, name: str, contract: Contract) -> Finding | None:
+    def _read_file(self, name: str, contract: Contract) -> JudgedContract | None:
         try:
             lines = read_chain(name)
             if self.keys:
@@ -469,7 +469,7 @@ class Evidence:
         raise NotEvidence(reason)
 
 
-def merge_records(findings: Sequence[Finding]) -> tuple[ClaimRecord, ...]:
+def merge_records(findings: Sequence[JudgedContract]) -> tuple[ClaimRecord, ...]:
     """Keep one record per claim: a red one, else the highest level kept, else the latest."""
     best: dict[str, tuple[tuple[bool, bool, int, str], ClaimRecord]] = {}
     for finding in findings:

@@ -26,7 +26,7 @@ from blake3 import blake3
 from isobit.contracts.store import ladder
 from isobit.contracts.store.evidence import (
     Evidence,
-    Finding,
+    JudgedContract,
     NotEvidence,
     chain,
     check_form,
@@ -170,7 +170,7 @@ def own_entries(tree: Tree) -> Iterator[Entry]:
     return (entry for _, entry in sorted(tree.entries.items()) if is_own(entry))
 
 
-def best_finding(findings: list[Finding]) -> Finding | None:
+def best_finding(findings: list[JudgedContract]) -> JudgedContract | None:
     """Return the latest finding of a whole contract whose code read no file outside the package.
 
     The finding is returned without the names of files that were looked for: they are paths of this machine.

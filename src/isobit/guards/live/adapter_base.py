@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from isobit import bits
-from isobit.guards.live.gradient_checks import local_part
-from isobit.guards.live.optimizer_checks import name_some
+from isobit.guards.live.optimizer_checks import local_part, name_some
 
 REMEDY = (
     "merge_adapter() and unmerge_adapter() of PEFT round twice and do not restore the weights; merge into a copy, or "

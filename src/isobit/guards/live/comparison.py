@@ -16,17 +16,89 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
+from blake3 import blake3
 from torch import Tensor
 
 from isobit import bits
-from isobit.errors import UnsupportedError
+from isobit.errors import ArgumentError, UnsupportedError
 from isobit.foundation.majority import count_votes
-from isobit.guards.live.replica import DIGEST, Entry, Replica
+from isobit.parallel.tensor.shard import local_shard_of
+
+# The parameters of one rank as they are compared: digests, dtypes, shapes, and whether they are finite.
+
+DIGEST = 16  # bytes of BLAKE3; two different tensors have the same with a probability of 2^-128
+Entry = tuple[str, str, list[int], str]  # shard, dtype, shape, digest
+
+
+@dataclass(frozen=True)
+class Replica:
+    """The parameters of a rank.
+
+    Attributes:
+        tensors: Each parameter, or the rank's shard of it.
+        table: What is compared of each.
+        nonfinite: Parameters that have a NaN or an infinity.
+        digest: The digest of the table.
+    """
+
+    tensors: Mapping[str, Tensor]
+    table: Mapping[str, Entry]
+    nonfinite: tuple[str, ...]
+    digest: str
+
+    @classmethod
+    def of(
+        cls, named: Iterable[tuple[str, Tensor]], shards: Mapping[int, Any] | None = None
+    ) -> Replica:
+        """Read every parameter: its digest, and whether it is finite."""
+        tensors: dict[str, Tensor] = {}
+        table: dict[str, Entry] = {}
+        for name, given in named:
+            shard = local_shard_of(given, shards)
+            tensor = shard.local.detach()
+            if tensor.layout != torch.strided or tensor.is_meta or name in tensors:
+                received = (
+                    "named twice" if name in tensors else f"{tensor.layout} on {tensor.device}"
+                )
+                raise ArgumentError(
+                    expected="dense tensors that are not on the meta device, each with a unique name",
+                    received=f"{name!r}, {received}",
+                    remedy="leave this tensor out",
+                )
+            tensors[name] = tensor
+            table[name] = (shard.where, str(tensor.dtype), list(tensor.shape), bits.digest(tensor))
+        if not tensors:
+            raise ArgumentError(
+                expected="a parameter",
+                received="none",
+                remedy="pass a model with parameters, or named tensors",
+            )
+        nonfinite = tuple(name for name, tensor in tensors.items() if not is_finite(tensor))
+        return cls(
+            tensors,
+            table,
+            nonfinite,
+            blake3(json.dumps(table, sort_keys=True).encode()).hexdigest(length=DIGEST),
+        )
+
+    def wholes(self, name: str) -> Tensor:
+        """Return the raw bits of a parameter as one integer per element."""
+        return bits.as_integers(self.tensors[name]).reshape(-1)
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether a tensor has no NaN and no infinity, from its minimum and maximum."""
+    if not (tensor.is_floating_point() or tensor.is_complex()) or not tensor.numel():
+        return True
+    plain = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    extremes = (plain.float() if plain.element_size() == 1 else plain).aminmax()
+    return all(bool(extreme.isfinite()) for extreme in extremes)
+
 
 HEAD = struct.Struct("<16sBQ")
 PLACE, VALUE = struct.Struct("<q"), struct.Struct("<q8s")
@@ -54,7 +126,7 @@ Talk = Generator[Gather | Publish, list[bytes], T]
 
 
 @dataclass(frozen=True)
-class Finding:
+class ParameterDifference:
     """A parameter of one member that differs from the majority.
 
     The attributes are those of `Disagreement`, with members of the group in place of ranks.
@@ -71,15 +143,17 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Findings:
+class ReplicaComparison:
     """What a comparison found; equal on every rank."""
 
-    differences: tuple[Finding, ...]
+    differences: tuple[ParameterDifference, ...]
     finite: bool
     changed: bool
 
 
-def compare(own: Replica | Exception, member: int, changed: bool, most: int) -> Talk[Findings]:
+def compare(
+    own: Replica | Exception, member: int, changed: bool, most: int
+) -> Talk[ReplicaComparison]:
     """Run the program of one rank; see [Note: how ranks compare parameters].
 
     Args:
@@ -107,18 +181,18 @@ def compare(own: Replica | Exception, member: int, changed: bool, most: int) -> 
     finite = not any(flags & INFINITE for _, flags, _ in known)
     all_changed = all(flags & CHANGED for _, flags, _ in known)
     if len({digest for digest, _, _ in known}) == 1:
-        return Findings((), finite, all_changed)
+        return ReplicaComparison((), finite, all_changed)
     texts = yield Gather(mine.ljust(max(size for _, _, size in known)))
     tables = [dict(json.loads(text)) for text in texts]
     differences = yield from _name(own, member, tables, most)
-    return Findings(differences, finite, all_changed)
+    return ReplicaComparison(differences, finite, all_changed)
 
 
 def _name(
     own: Replica, member: int, tables: list[dict[str, Entry]], most: int
-) -> Talk[tuple[Finding, ...]]:
+) -> Talk[tuple[ParameterDifference, ...]]:
     """Find the members that differ from the majority, parameter by parameter."""
-    findings: list[Finding] = []
+    findings: list[ParameterDifference] = []
     searched = 0
     for name in dict.fromkeys(name for table in tables for name in table):
         vote = count_votes([json.dumps(table.get(name)) for table in tables])
@@ -126,7 +200,7 @@ def _name(
             continue
         right = tables[vote.reference].get(name)
         found = [
-            Finding(
+            ParameterDifference(
                 name, at, *_against(tables[at].get(name), right), None, vote.groups[0], vote.is_tied
             )
             for group in vote.groups[1:]
@@ -229,7 +303,9 @@ def _hex(value: bytes, size: int) -> str:
     return f"0x{value[-size:].hex()}"
 
 
-def compare_copies(copies: Sequence[Mapping[str, Tensor]] | Tensor, most: int = 8) -> Findings:
+def compare_copies(
+    copies: Sequence[Mapping[str, Tensor]] | Tensor, most: int = 8
+) -> ReplicaComparison:
     """Compare copies, or the rows of a tensor, as ranks would, in one process.
 
     Args:
@@ -243,7 +319,7 @@ def compare_copies(copies: Sequence[Mapping[str, Tensor]] | Tensor, most: int = 
         first = messages[0]
         data = [message.data for message in messages]
         answer = [data[first.source]] if isinstance(first, Publish) else data
-        ended: list[Findings] = []
+        ended: list[ReplicaComparison] = []
         messages = []
         for program in programs:
             try:

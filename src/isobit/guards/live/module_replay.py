@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from isobit.guards.live.replica import is_finite
+from isobit.guards.live.comparison import is_finite
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 
 from isobit import bits
 from isobit.errors import ArgumentError
-from isobit.parallel.tensor.shard import local_shard_of
+from isobit.guards.live.comparison import is_finite
+from isobit.parallel.tensor.shard import is_dtensor, local_shard_of
 
 SHOWN = 4
 # Means or sums of squares in the states of torch's optimizers, which are never negative.
@@ -229,3 +231,160 @@ def state_digest(optimizer: Any) -> str:
     ]
     text = json.dumps([states, groups], sort_keys=True)
     return blake3(text.encode()).hexdigest()
+
+
+# Norms of many tensors in one pass, and which of them are not finite.
+
+SAMPLED = 4  # gradients that are looked at in a step that does not read all
+SAMPLED_ELEMENTS = 2**12  # of each
+NORM_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return what this rank has of a gradient or parameter: the local shard, the values of a sparse tensor."""
+    tensor = tensor.detach()
+    if is_dtensor(tensor):
+        tensor = tensor.to_local()  # type: ignore[attr-defined]
+    if tensor.is_sparse:
+        tensor = tensor.coalesce().values()
+    return tensor
+
+
+def norms_of(tensors: Sequence[Tensor]) -> list[float]:
+    """Return the 2-norm of each tensor's local part, read from the device at once.
+
+    Args:
+        tensors: Of any devices and dtypes. Norms of 16-bit tensors are computed in fp32.
+    """
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    parts = [local_part(tensor) for tensor in tensors]
+    for at, part in enumerate(parts):
+        groups.setdefault((part.device, part.dtype), []).append(at)
+    found = [0.0] * len(parts)
+    for (_, dtype), places in groups.items():
+        if dtype not in NORM_DTYPES:  # complex and 8 bits
+            plain = [parts[at].abs() if dtype.is_complex else parts[at].float() for at in places]
+            norms = [torch.linalg.vector_norm(part) for part in plain]
+        else:
+            wide = torch.float32 if dtype.itemsize == 2 else dtype
+            norms = list(torch._foreach_norm([parts[at] for at in places], 2, dtype=wide))
+        for at, norm in zip(places, torch.stack(norms).tolist(), strict=True):
+            found[at] = norm
+    return found
+
+
+def spread_sample(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Return a few parameters, evenly spread over the model. Their gradients are dense."""
+    dense = [p for p in parameters if p.grad is not None and p.grad.layout == torch.strided]
+    stride = max(1, -(-len(dense) // SAMPLED))
+    return dense[::stride]
+
+
+def is_sample_finite(parameters: Sequence[Tensor]) -> bool:
+    """Return whether the first elements of these parameters' gradients are finite.
+
+    Args:
+        parameters: At most SAMPLED; those without a gradient are passed over.
+    """
+    parts = []
+    for parameter in parameters:
+        grad = parameter.grad
+        if grad is None:
+            continue
+        part = grad if type(grad) is Tensor else local_part(grad)
+        parts.append(
+            part if part.numel() <= SAMPLED_ELEMENTS else part.reshape(-1)[:SAMPLED_ELEMENTS]
+        )
+    # A sum that is not finite may be an overflow: the caller then reads everything.
+    return all(map(math.isfinite, norms_of(parts)))
+
+
+def nonfinite_places(tensors: Sequence[Tensor], norms: Sequence[float]) -> list[int]:
+    """Return which tensors are not finite. A norm can overflow while its tensor is finite, so those are read again."""
+    return [
+        at
+        for at, norm in enumerate(norms)
+        if not math.isfinite(norm) and not is_finite(local_part(tensors[at]))
+    ]
+
+
+def wide_norms_of(tensors: Sequence[Tensor]) -> list[float]:
+    """Return the same norms in fp64, for finite tensors whose squares overflow fp32: a gradient of 1e35 has a norm."""
+    return [float(torch.linalg.vector_norm(local_part(t), dtype=torch.float64)) for t in tensors]
+
+
+def total_of(norms: Sequence[float]) -> float:
+    """Return the norm of all tensors together."""
+    return math.hypot(*norms) if norms else 0.0
+
+
+def describe_nonfinite(tensor: Tensor) -> str:
+    """Return how many elements are not finite, and the first of them."""
+    part = local_part(tensor)
+    wrong = ~part.isfinite()
+    first = wrong.reshape(-1).nonzero()[0, 0]
+    index = [int(i) for i in torch.unravel_index(first, part.shape)] if part.ndim else []
+    value = part.reshape(-1)[first].item()
+    return (
+        f"{int(wrong.sum())} of {part.numel()} elements are not finite, first at {index}: {value}"
+    )
+
+
+# How far a step moves the weights, measured on a sample of them.
+
+MOST = (
+    2**22
+)  # elements that are copied before a sampled step: 16 MB in fp32, whatever the size of the model
+
+
+@dataclass(frozen=True)
+class Part:
+    """The first elements of a parameter, before a step."""
+
+    name: str
+    parameter: Tensor
+    before: Tensor
+    has_gradient: bool
+
+
+class UpdateSample:
+    """Copies parameters before a step, up to MOST elements, and compares them after it.
+
+    Args:
+        named: Names, parameters, and whether the learning rate of their group is above zero.
+        start: The parameter to start with; a later sample starts where this one ended, at `self.end`.
+        least: The norm up to which a gradient is taken for rounding errors, which move nothing.
+    """
+
+    def __init__(
+        self, named: Sequence[tuple[str, Tensor, bool]], start: int = 0, least: float = 0.0
+    ) -> None:
+        self.parts: list[Part] = []
+        left, self.end = MOST, start
+        for offset in range(len(named)):
+            at = (start + offset) % len(named)
+            name, parameter, moves = named[at]
+            if left <= 0:
+                break
+            whole = local_part(parameter).reshape(-1)
+            flat = whole[:left]
+            grad = parameter.grad
+            given = False
+            if grad is not None and moves and not grad.is_sparse:
+                given = float(local_part(grad).reshape(-1)[:left].float().norm()) > least
+            self.parts.append(Part(name, parameter, flat.clone(), given))
+            left -= flat.numel()
+            self.end = (at + 1) % len(named)
+
+    @torch.no_grad()
+    def compare(self) -> tuple[float, list[str]]:
+        """Return ‖change‖ / ‖weights‖, and the parameters that have a gradient and did not change."""
+        moved = weight = 0.0
+        still = []
+        for part in self.parts:
+            now = local_part(part.parameter).reshape(-1)[: part.before.numel()]
+            moved += float((now.double() - part.before.double()).square().sum())
+            weight += float(part.before.double().square().sum())
+            if part.has_gradient and bits.equal(now, part.before):
+                still.append(part.name)
+        return (math.sqrt(moved / weight) if weight else 0.0), still

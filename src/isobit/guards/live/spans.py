@@ -9,7 +9,7 @@ from torch import nn
 
 from isobit.errors import ArgumentError
 from isobit.guards.live.optimizer_checks import unwrapped_optimizer
-from isobit.guards.live.watch_hooks import ModelHook
+from isobit.guards.live.watching import ModelHook
 from isobit.guards.sinks import load
 
 DEPTHS = ("run", "step", "micro-batch", "block", "operator")

@@ -13,21 +13,11 @@ from torch import Tensor, nn
 
 from isobit.errors import ArgumentError, GuardError
 from isobit.guards.live.adapter_base import AdapterBase
-from isobit.guards.live.agreement import rank_agreement
-from isobit.guards.live.block_course import MOST_BLOCKS, BlockCourse
-from isobit.guards.live.block_samples import BlockSamples
+from isobit.guards.live.agreement import rank_agreement, replicated_tensors
+from isobit.guards.live.blocks import MOST_BLOCKS, BlockCourse, BlockSamples
 from isobit.guards.live.drift import RECENT, Drift
 from isobit.guards.live.emitter import Emitter
 from isobit.guards.live.events import Event
-from isobit.guards.live.gradient_checks import (
-    describe_nonfinite,
-    is_sample_finite,
-    local_part,
-    nonfinite_places,
-    norms_of,
-    total_of,
-    wide_norms_of,
-)
 from isobit.guards.live.module_replay import (
     ModelCall,
     find_cancelled,
@@ -38,13 +28,19 @@ from isobit.guards.live.optimizer_checks import (
     check_identity,
     check_running_state,
     check_state,
+    describe_nonfinite,
+    is_sample_finite,
+    local_part,
     name_some,
+    nonfinite_places,
+    norms_of,
     parameters_of,
     state_digest,
+    total_of,
     weights_that_differ,
+    wide_norms_of,
 )
-from isobit.guards.live.replicated import replicated_tensors
-from isobit.guards.live.wrapper_checks import check_reduced
+from isobit.guards.live.start_checks import check_reduced
 from isobit.guards.trial_run.hyperparameters import check_hyperparameters, expected_values
 
 POLICIES = ("log", "raise", "skip")

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from isobit import bits
 from isobit.guards.live.module_replay import ModelCall, as_it_was, hooked_call
-from isobit.guards.trial_run.judging import NotJudged
-from isobit.guards.trial_run.readable import readable_tensors
+from isobit.guards.trial_run.report import NotJudged
+from isobit.guards.trial_run.saved_files import readable_tensors
 
 # A sample that others reach differs by far more than sums in another order do.
 NEAR = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}

@@ -16,15 +16,15 @@ from isobit.guards.trial_run.evaluation import (
     eval_output_is_batch_independent,
     evaluation_is_a_function,
 )
-from isobit.guards.trial_run.judging import Found, NotJudged
+from isobit.guards.trial_run.hyperparameters import optimizers_step
 from isobit.guards.trial_run.loaders import epochs_differ, workers_yield_different_data
-from isobit.guards.trial_run.micro_batches import targets_weigh_the_same
 from isobit.guards.trial_run.observer import IGNORED, Observer
-from isobit.guards.trial_run.optimizers import optimizers_step
+from isobit.guards.trial_run.report import Found, NotJudged
 from isobit.guards.trial_run.step_order import (
     clipping_precedes_the_step,
     gradients_are_read_once,
     rates_are_not_zero,
+    targets_weigh_the_same,
 )
 from isobit.guards.trial_run.training_mode import models_train_in_training_mode
 

@@ -14,9 +14,9 @@ from isobit.errors import ArgumentError
 from isobit.guards.live.module_replay import unwrapped
 from isobit.guards.live.optimizer_checks import name_some, parameters_of
 from isobit.guards.trial_run.hyperparameters import LIMIT_NAMES, NAMES, is_number
-from isobit.guards.trial_run.judging import Found, NotJudged
 from isobit.guards.trial_run.observer import Observer
-from isobit.guards.trial_run.readable import can_digest
+from isobit.guards.trial_run.report import Found, NotJudged
+from isobit.guards.trial_run.saved_files import can_digest
 
 KEYS = ("frozen", "tied", "hyperparameters", "global_batch_size")
 HYPERPARAMETERS = ("betas", *LIMIT_NAMES, *(name for names in NAMES.values() for name in names))

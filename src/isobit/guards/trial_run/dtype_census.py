@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from isobit.guards.live.module_replay import tensors_in
-from isobit.guards.trial_run.judging import Found, NotJudged
-from isobit.guards.trial_run.loss_calls import LossCall
+from isobit.guards.trial_run.losses import LossCall
+from isobit.guards.trial_run.report import Found, NotJudged
 
 SENSITIVE = (_BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.Softmax, nn.LogSoftmax)
 CONFIGURED = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16}

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_map
 from isobit import bits
 from isobit.guards.live.module_replay import ModelCall, tensors_in, unwrapped
 from isobit.guards.trial_run.asking import ask, difference, outputs_of, tensors_of_call
-from isobit.guards.trial_run.judging import Found, NotJudged
 from isobit.guards.trial_run.observer import Observer, batch_axis
+from isobit.guards.trial_run.report import Found, NotJudged
 
 
 def evaluation_is_a_function(seen: Observer) -> Iterator[Found]:

@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_map
 from isobit import bits
 from isobit.guards.live.module_replay import Buffers, ModelCall, as_it_was, unwrapped
 from isobit.guards.trial_run.asking import ask, difference, outputs_of, tensors_of_call
-from isobit.guards.trial_run.judging import Found, NotJudged
-from isobit.guards.trial_run.readable import readable_tensors
+from isobit.guards.trial_run.report import Found, NotJudged
+from isobit.guards.trial_run.saved_files import readable_tensors
 
 LARGEST = 2**24  # elements of an answer that is kept
 

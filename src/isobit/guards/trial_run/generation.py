@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from isobit.guards.trial_run.judging import Found, NotJudged
+from isobit.guards.trial_run.report import Found, NotJudged
 
 PROMPTS = ("input_ids", "inputs", "ids", "prompt", "idx")
 

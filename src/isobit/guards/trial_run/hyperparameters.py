@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import inspect
 import math
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from isobit.guards.configured_steps import read_counts
+from isobit.guards.live.optimizer_checks import name_some, parameters_of
+from isobit.guards.trial_run.report import Found, NotJudged
 
 # name in an optimizer's groups -> its names in configurations: our own, transformers', DeepSpeed's
 NAMES: dict[str, tuple[str, ...]] = {
@@ -185,3 +193,179 @@ def check_warm_up(
     steps = read_counts(config).get("warmup_steps", 0)
     if steps > 1 and peak and rates and rates[0] >= peak * (1 - 1e-6):
         yield f"warmup_steps is {steps} in the configuration; the learning rate of step 0 is {rates[0]:g} already"
+
+
+# Know every optimizer that a program creates, so that a run ends when all of them have stepped.
+
+LONGEST = 8  # times the steps of a trial that a run goes on for an optimizer that steps seldom
+
+
+class Optimizers:
+    """Optimizers of a program, recorded while `recording` is open.
+
+    Args:
+        is_mine: Whether the current thread is the program's.
+
+    Attributes:
+        created: All of them.
+        steps: How often each that has stepped has done so, in the order of their first steps.
+    """
+
+    def __init__(self, is_mine: Callable[[], bool]) -> None:
+        self.is_mine = is_mine
+        self.created: list[torch.optim.Optimizer] = []
+        self.steps: dict[torch.optim.Optimizer, int] = {}
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Replace the constructor of `torch.optim.Optimizer`, which those of all packages call, by one that records."""
+        plain = torch.optim.Optimizer.__init__
+        record = self
+
+        @functools.wraps(plain)
+        def create(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+            plain(self, *args, **kwargs)
+            if record.is_mine():
+                record.created.append(self)
+
+        torch.optim.Optimizer.__init__ = create  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            torch.optim.Optimizer.__init__ = plain  # type: ignore[method-assign]
+
+    def idle(self) -> list[tuple[torch.optim.Optimizer, list[Tensor]]]:
+        """Return the optimizers that have not stepped, with the parameters that no other trains."""
+        trained = {id(p) for optimizer in self.steps for p in parameters_of(optimizer)}
+        found = []
+        for optimizer in self.created:
+            own = [p for p in parameters_of(optimizer) if id(p) not in trained and p.requires_grad]
+            if optimizer not in self.steps and own:
+                found.append((optimizer, own))
+        return found
+
+    def are_done(self, steps: int) -> bool:
+        """Return whether every optimizer has taken its steps, or another one so many that it will not."""
+        most = max(self.steps.values(), default=0)
+        return most >= LONGEST * steps or (
+            min(self.steps.values(), default=0) >= steps and not self.idle()
+        )
+
+
+def optimizers_step(seen: Optimizers, names: dict[int, str]) -> Iterator[Found]:
+    """Yield a finding for each optimizer that never steps though its parameters have gradients.
+
+    Args:
+        seen: The optimizers.
+        names: Parameters of the models that were called, by id.
+
+    Raises:
+        NotJudged: If none without a step was created, or it had no time to step.
+    """
+    idle = seen.idle()
+    if not idle:
+        return
+    most = max(seen.steps.values(), default=0)
+    if most < LONGEST:
+        raise NotJudged(f"{len(idle)} optimizers have not stepped while another took {most} steps")
+    for optimizer, own in idle:
+        waiting = [p for p in own if p.grad is not None and bool(p.grad.count_nonzero())]
+        if waiting:
+            which = [names.get(id(p), "a parameter outside the models") for p in waiting]
+            yield (
+                "optimizer-not-stepped",
+                "warning",
+                f"{type(optimizer).__name__} never steps, while another optimizer took {most} steps and "
+                f"{len(waiting)} of its parameters have gradients: {name_some(which)}",
+            )
+
+
+# Know the schedules of learning rates that a program makes, and run them ahead of the program.
+
+MOST_STEPS = 200_000  # of a schedule that are run ahead
+
+
+class Schedules:
+    """Schedules of a program, recorded while `recording` is open.
+
+    Args:
+        is_mine: Whether the current thread is the program's.
+
+    Attributes:
+        made: All of them; the parts of a schedule before the whole.
+    """
+
+    def __init__(self, is_mine: Callable[[], bool]) -> None:
+        self.is_mine = is_mine
+        self.made: list[LRScheduler] = []
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Replace the constructor of torch's schedules by one that records."""
+        plain = LRScheduler.__init__
+        record = self
+
+        @functools.wraps(plain)
+        def create(self: LRScheduler, *args: Any, **kwargs: Any) -> None:
+            plain(self, *args, **kwargs)
+            if record.is_mine():
+                record.made.append(self)
+
+        LRScheduler.__init__ = create  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            LRScheduler.__init__ = plain  # type: ignore[method-assign]
+
+    def peak(
+        self, optimizer: torch.optim.Optimizer, rates: list[float], steps: int
+    ) -> tuple[str, float]:
+        """Return the class of an optimizer's schedule, and its largest rate in a whole run.
+
+        Args:
+            optimizer: The optimizer.
+            rates: Its largest rate in each step that it has taken; its schedule has been stepped between them.
+            steps: Steps of the whole run.
+
+        Raises:
+            NotJudged: If the optimizer has not one schedule, or it cannot be run ahead.
+        """
+        made = [each for each in self.made if each.optimizer is optimizer]
+        parts = {id(part) for each in made for part in getattr(each, "_schedulers", ())}
+        whole = [each for each in made if id(each) not in parts]
+        if len(whole) != 1:
+            raise NotJudged(f"the optimizer has {len(whole)} schedules")
+        schedule = whole[0]
+        each, rest = divmod(schedule.last_epoch, max(1, len(rates) - 1))
+        if len(rates) < 2 or rest or each < 1:
+            raise NotJudged("the schedule is not stepped as often after each step")
+        if each * steps > MOST_STEPS:
+            raise NotJudged(f"the run has more than {MOST_STEPS} steps of its schedule")
+        ahead = rates_of(schedule, each * max(0, steps - len(rates)))[each - 1 :: each]
+        return type(schedule).__name__, max([*rates[:steps], *ahead])
+
+
+def rates_of(schedule: LRScheduler, count: int) -> list[float]:
+    """Return the largest rate of all groups after each further call of `step`, by a copy of the schedule.
+
+    Raises:
+        NotJudged: If it cannot be copied or stepped.
+    """
+    plain = (int, float, tuple)
+    groups = [
+        {**{k: v for k, v in group.items() if isinstance(v, plain)}, "params": [torch.zeros(1)]}
+        for group in schedule.optimizer.param_groups
+    ]
+    stand_in = torch.optim.SGD(groups, lr=0.0)
+    rates = []
+    try:
+        ahead: Any = copy.deepcopy(schedule, {id(schedule.optimizer): stand_in})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the stand-in takes no step
+            for _ in range(count):
+                ahead.step()
+                rates.append(max(float(group["lr"]) for group in stand_in.param_groups))
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise NotJudged(f"the schedule cannot be run ahead: {reason}") from error
+    return rates

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 from torch.utils.data import dataloader as loaders
 
 from isobit import bits
-from isobit.guards.trial_run.judging import Found, NotJudged
-from isobit.guards.trial_run.readable import readable_tensors
+from isobit.guards.trial_run.report import Found, NotJudged
+from isobit.guards.trial_run.saved_files import readable_tensors
 
 MOST_BATCHES = 64  # of an epoch whose digests are kept
 LARGEST = 2**24  # elements of a batch whose digest is taken

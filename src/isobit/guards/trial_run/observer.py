@@ -23,17 +23,15 @@ from isobit.guards.live.emitter import Emitter
 from isobit.guards.live.module_replay import ModelCall, tensors_in, unwrapped
 from isobit.guards.live.optimizer_checks import parameters_of
 from isobit.guards.live.step_checks import Options
-from isobit.guards.live.watch_hooks import Watch
+from isobit.guards.live.watching import Watch
 from isobit.guards.trial_run.counts import Counts
 from isobit.guards.trial_run.dtype_census import DtypeCensus
 from isobit.guards.trial_run.first_forward import FirstForward
 from isobit.guards.trial_run.generation import Generations
+from isobit.guards.trial_run.hyperparameters import Optimizers, Schedules
 from isobit.guards.trial_run.loaders import Loaders
-from isobit.guards.trial_run.loss_calls import LossCalls
-from isobit.guards.trial_run.optimizers import Optimizers
-from isobit.guards.trial_run.readable import can_digest, readable_tensors
-from isobit.guards.trial_run.saved_files import SavedFiles
-from isobit.guards.trial_run.schedules import Schedules
+from isobit.guards.trial_run.losses import LossCalls
+from isobit.guards.trial_run.saved_files import SavedFiles, can_digest, readable_tensors
 from isobit.guards.trial_run.step_order import StepOrder
 from isobit.guards.trial_run.training_mode import EvalCall
 

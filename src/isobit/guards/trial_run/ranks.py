@@ -29,12 +29,16 @@ from isobit.guards.live.module_replay import unwrapped
 from isobit.guards.live.optimizer_checks import name_some
 from isobit.guards.trial_run import script
 from isobit.guards.trial_run.counts import Counts, counts_are_as_configured, steps_suffice
-from isobit.guards.trial_run.judging import Found, NotJudged
-from isobit.guards.trial_run.merging import merge_ranks
-from isobit.guards.trial_run.micro_batches import ranks_weigh_the_same
 from isobit.guards.trial_run.observer import Observer, StepsDone
-from isobit.guards.trial_run.report import PreflightFinding, PreflightReport
+from isobit.guards.trial_run.report import (
+    Found,
+    NotJudged,
+    PreflightFinding,
+    PreflightReport,
+    merge_ranks,
+)
 from isobit.guards.trial_run.run import COUNTS, LATER, STEPS, Orders, conclude, refuse_unseen
+from isobit.guards.trial_run.step_order import ranks_weigh_the_same
 from isobit.simulator.accelerator.modules import kind_in
 from isobit.simulator.program.script import Script
 from isobit.simulator.result import Result

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
@@ -69,3 +69,120 @@ class PreflightReport:
     def is_clean(self) -> bool:
         """Whether nothing was found."""
         return not self.findings
+
+
+# What a check of a trial run yields, and how it says that it cannot judge.
+
+# rule, severity, message; and the step, if it is known
+Found = tuple[str, str, str] | tuple[str, str, str, int]
+
+
+class NotJudged(Exception):
+    """A program that a check cannot judge, with the reason."""
+
+
+# Merge findings: one per fault, with the steps and ranks in which it shows.
+
+# Each follows from the one before, in the same step.
+NOT_FINITE = ("nonfinite-loss", "nonfinite-gradient", "nonfinite-weight")
+NO_TARGETS = "no-targets"
+WITHOUT_TARGETS = ("zero-gradient", "no-gradient", "not-moved")
+
+
+def merge_steps(found: Sequence[PreflightFinding]) -> list[PreflightFinding]:
+    """Merge the findings of one program: a rule that breaks in several steps is one finding, consequences are none.
+
+    Args:
+        found: All findings.
+    """
+    merged: dict[tuple[object, ...], PreflightFinding] = {}
+    steps: dict[tuple[object, ...], list[int]] = {}
+    for each in causes_of(found):
+        key: tuple[object, ...] = (each.rule, each.severity, each.module, each.message)
+        if each.step is not None:
+            # Messages have the numbers of their step; one word before a colon is an optimizer's class.
+            place = "" if each.rule in NOT_FINITE else each.module
+            first, colon, _ = each.message.partition(": ")
+            key = (each.rule, each.severity, place, first if colon and first.isalnum() else "")
+            steps.setdefault(key, []).append(each.step)
+        merged.setdefault(key, each)
+    ordered = [
+        replace(each, steps=tuple(sorted(set(steps.get(key, ()))))) for key, each in merged.items()
+    ]
+    return sorted(ordered, key=lambda each: (each.step is None, each.step or 0))
+
+
+def causes_of(found: Sequence[PreflightFinding]) -> list[PreflightFinding]:
+    """Leave out what follows from another finding: numbers that are not finite because others are not."""
+    empty = {each.step for each in found if each.rule == NO_TARGETS}
+    wrong = {each.step for each in found if each.rule in NOT_FINITE}
+    kept: list[PreflightFinding] = [
+        each
+        for each in found
+        if each.rule not in NOT_FINITE and not (empty and each.rule in WITHOUT_TARGETS)
+    ]
+    is_poisoned = False  # weights that are not finite leave nothing else to be
+    for step in sorted(wrong, key=lambda step: -1 if step is None else step):
+        here = [each for each in found if each.rule in NOT_FINITE and each.step == step]
+        if not is_poisoned and step not in empty:
+            first = min(here, key=lambda each: NOT_FINITE.index(each.rule))
+            kept.append(first)
+        is_poisoned = is_poisoned or any(each.rule == NOT_FINITE[-1] for each in here)
+    return kept
+
+
+def merge_ranks(
+    found: Mapping[int, Sequence[PreflightFinding]],
+) -> list[PreflightFinding]:
+    """Merge the findings of ranks: those that are equal, then those of one rule, which differ in numbers.
+
+    Args:
+        found: The findings of each rank.
+    """
+    found = without_reduced(found)
+    merged: dict[tuple[object, ...], tuple[PreflightFinding, list[int]]] = {}
+    shared = {
+        each: [rank for rank in found if each in found[rank]]
+        for every in found.values()
+        for each in every
+    }
+    for rank, every in found.items():
+        counts: dict[tuple[str, str, str], int] = {}
+        for each in every:
+            key: tuple[object, ...] = (each,)
+            if len(shared[each]) == 1:
+                kind = each.rule, each.severity, each.module
+                counts[kind] = counts.get(kind, 0) + 1
+                key = (*kind, counts[kind])
+            merged.setdefault(key, (each, []))[1].append(rank)
+    return [
+        replace(
+            each,
+            ranks=tuple(ranks),
+            message=each.message
+            if len(ranks) == len(shared[each])
+            else f"{each.message} (on rank {ranks[0]}; alike on the others)",
+        )
+        for each, ranks in merged.values()
+    ]
+
+
+def without_reduced(
+    found: Mapping[int, Sequence[PreflightFinding]],
+) -> dict[int, list[PreflightFinding]]:
+    """Leave out gradients that are not finite because the loss of another rank is not: they are reduced over ranks."""
+    sources = [
+        each.step
+        for every in found.values()
+        for each in every
+        if each.rule in (NO_TARGETS, NOT_FINITE[0]) and each.step is not None
+    ]
+
+    def is_reduced(each: PreflightFinding) -> bool:
+        return (
+            each.rule in NOT_FINITE[1:]
+            and each.step is not None
+            and each.step >= min(sources, default=each.step + 1)
+        )
+
+    return {rank: [e for e in every if not is_reduced(e)] for rank, every in found.items()}

@@ -17,10 +17,14 @@ from isobit.guards.trial_run.hyperparameters import (
     expected_values,
     name_defaults,
 )
-from isobit.guards.trial_run.judging import Found, NotJudged
-from isobit.guards.trial_run.merging import merge_steps
 from isobit.guards.trial_run.observer import Observer, StepsDone
-from isobit.guards.trial_run.report import PreflightFinding, PreflightReport
+from isobit.guards.trial_run.report import (
+    Found,
+    NotJudged,
+    PreflightFinding,
+    PreflightReport,
+    merge_steps,
+)
 
 LIVE = "losses, gradients and weights"
 CONFIG = "configuration reached the optimizer"

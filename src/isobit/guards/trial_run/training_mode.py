@@ -22,7 +22,7 @@ from torch import nn
 from isobit.guards.live.module_replay import ModelCall, unwrapped
 from isobit.guards.live.optimizer_checks import parameters_of
 from isobit.guards.trial_run.asking import outputs_of
-from isobit.guards.trial_run.judging import Found, NotJudged
+from isobit.guards.trial_run.report import Found, NotJudged
 
 
 @dataclass

@@ -6,9 +6,7 @@ from typing import Any
 
 from lightning.pytorch import Callback
 
-from isobit.guards.live.watch_hooks import Watch
-from isobit.guards.live.watch_options import Resume
-from isobit.guards.live.watching import watch
+from isobit.guards.live.watching import Resume, Watch, watch
 
 
 class WatchCallback(Callback):

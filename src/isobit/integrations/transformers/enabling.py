@@ -12,15 +12,6 @@ from torch import nn
 from isobit.comparing.checkpoints.weight_digests import warn_of_rounded_frequencies
 from isobit.errors import ArgumentError, UnsupportedError
 from isobit.integrations.transformers.adapters import inner_model
-from isobit.integrations.transformers.classification import (
-    forward_sequence_classification,
-    forward_token_classification,
-)
-from isobit.integrations.transformers.encoders import (
-    forward_every_token,
-    forward_first_token,
-    forward_masked_lm,
-)
 from isobit.integrations.transformers.forwards import forward_base, forward_causal, forward_logits
 from isobit.integrations.transformers.parts.attention import ATTENTION, register_attention
 from isobit.integrations.transformers.parts.heads import (
@@ -42,6 +33,13 @@ from isobit.integrations.transformers.state import (
     Uses,
     find_owner,
     find_state,
+)
+from isobit.integrations.transformers.task_heads import (
+    forward_every_token,
+    forward_first_token,
+    forward_masked_lm,
+    forward_sequence_classification,
+    forward_token_classification,
 )
 from isobit.parallel.tensor.shard import tp_group_of
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import warnings
+import weakref
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -13,7 +15,6 @@ from torch import Tensor, nn
 from isobit.errors import ArgumentError, UnsupportedError
 from isobit.foundation import backends
 from isobit.foundation.machine import flushes_subnormals
-from isobit.integrations.transformers.accumulation import warn_at_backward
 from isobit.integrations.transformers.head import keep_rows, logits_of, loss_of, scale_logits
 from isobit.integrations.transformers.layout import LAYOUT, Layout, in_force, read_layout
 from isobit.integrations.transformers.load_balancing import (
@@ -31,8 +32,51 @@ from isobit.integrations.transformers.parts.lora import active_module, adapter_s
 from isobit.integrations.transformers.parts.recognition import check_dropouts
 from isobit.integrations.transformers.refusals import refuse, refuse_flushing
 from isobit.integrations.transformers.state import State, find_owner, find_state, require_state
+from isobit.integrations.transformers.strictness import tensors_of
 from isobit.ops.share import share_in_force
 from isobit.order.samples import Samples
+
+# Warn when autograd accumulates gradients of several calls: the sum then depends on how the batch was divided.
+
+MESSAGE = (
+    "isobit: a backward pass adds to gradients that the model holds already. Autograd adds these rounded gradients, so "
+    "the result depends on how the batch was divided (gradient_accumulation_steps). Use one batch per step, or train "
+    "through isobit.parallel.Gradients, whose result does not depend on it (docs/how-to/train-over-ranks.md)."
+)
+
+
+def warn_at_backward(state: State, model: nn.Module, output: Any) -> None:
+    """Warn, once per model, when backward of this output begins while the model holds gradients."""
+    if (
+        state.warned_of_accumulation
+        or not (model.training and torch.is_grad_enabled())
+        or share_in_force() is not None
+    ):
+        return
+    first = next(
+        (tensor for tensor in tensors_of(output) if tensor.requires_grad and not tensor.is_leaf),
+        None,
+    )
+    if first is not None:
+        first.register_hook(partial(warn_if_held, weakref.ref(state), weakref.ref(model)))  # type: ignore[no-untyped-call]
+
+
+def warn_if_held(of_state: Any, of_model: Any, _: Tensor) -> None:
+    """Warn if the model holds gradients.
+
+    Only the smallest is read. Zeros, as of zero_grad(set_to_none=False), change nothing.
+    """
+    state, model = of_state(), of_model()
+    if state is None or model is None or state.warned_of_accumulation:
+        return
+    # Of a sharded gradient the local part: ranks must not exchange anything here.
+    held = [
+        getattr(p.grad, "_local_tensor", p.grad) for p in model.parameters() if p.grad is not None
+    ]
+    if held and bool(min(held, key=Tensor.numel).any()):
+        state.warned_of_accumulation = True
+        warnings.warn(MESSAGE, stacklevel=2)
+
 
 Output = TypeVar("Output")
 

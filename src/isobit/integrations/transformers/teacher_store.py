@@ -31,7 +31,7 @@ NARROW = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class StoreFinding:
+class StoreFault:
     """One thing that is wrong with a store.
 
     Attributes:
@@ -183,7 +183,7 @@ def verify_store(
     samples: Mapping[str, Tensor],
     *,
     names: Iterable[str] | None = None,
-) -> list[StoreFinding]:
+) -> list[StoreFault]:
     """Compare a store with the live teacher, bit for bit, and name what is wrong.
 
     Args:
@@ -206,7 +206,7 @@ def verify_store(
         )
     found = []
     if known.about["teacher"] != digest_model(teacher):
-        found.append(StoreFinding("weights", "", "the store was written by another model"))
+        found.append(StoreFault("weights", "", "the store was written by another model"))
     live = {
         name: most_likely(
             teacher, samples[name][None], count=known.count, temperature=known.temperature
@@ -215,11 +215,11 @@ def verify_store(
     }
     for name in wanted:
         if known.tokens.get(name) != digest_tokens(samples[name]):
-            found.append(StoreFinding("tokens", name, "the store has another sample of this id"))
+            found.append(StoreFault("tokens", name, "the store has another sample of this id"))
             continue
         cause = cause_of(known, name, {k: (i[0], v[0]) for k, (i, v) in live.items()})
         if cause is not None and not (found and found[0].cause == "weights"):
-            found.append(StoreFinding(cause[0], name, cause[1]))
+            found.append(StoreFault(cause[0], name, cause[1]))
     return found
 
 

@@ -5,19 +5,39 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from isobit.comparing.checkpoints.weight_digests import digest_weights, digests_to_json
 from isobit.integrations.vllm.package import library
 from isobit.integrations.vllm.plugin import register
 from isobit.integrations.vllm.preparing import STATE, prepare
 from isobit.integrations.vllm.refusals import check_engine, refuse
 from isobit.integrations.vllm.sampler import draw_tokens, policy_logprobs, read_draw
-from isobit.integrations.vllm.served_weights import digest_served
+
+# Digests of the weights that a vLLM model serves, under vLLM's names: fused, and without the rows of padding.
+
+
+def digest_served(model: nn.Module) -> str:
+    """Return the digests of a model's weights as JSON."""
+    return digests_to_json(digest_weights(served_weights(model)))
+
+
+def served_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Return a model's weights by name. vLLM pads the vocabulary; rows after the model's own are not served."""
+    found: dict[str, Tensor] = {}
+    for prefix, module in model.named_modules():
+        for name, weight in module.named_parameters(recurse=False):
+            data = weight.detach()
+            if isinstance(module, VocabParallelEmbedding):
+                data = data[: module.org_vocab_size]
+            found[f"{prefix}.{name}" if prefix else name] = data
+    return found
 
 
 def gather_logprobs(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:

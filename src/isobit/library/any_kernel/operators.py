@@ -11,8 +11,8 @@ from isobit.contracts.judge.recipes import Case
 from isobit.contracts.judge.tally import Tally
 from isobit.library import stock
 from isobit.library.any_kernel.within import Operator, Values
+from isobit.library.claims import Subject
 from isobit.library.stock import IGNORED
-from isobit.library.subjects import Subject
 
 RMS_EPS = 1e-6
 LAYER_EPS = 1e-5

@@ -27,7 +27,7 @@ from torch import Tensor
 from isobit.contracts.judge.recipes import Case
 from isobit.contracts.judge.tally import Tally
 from isobit.library.any_kernel.planted import Planted
-from isobit.library.subjects import Subject
+from isobit.library.claims import Subject
 
 Values = dict[str, Tensor]
 ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}

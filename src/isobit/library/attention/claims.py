@@ -16,14 +16,17 @@ from isobit.foundation.machine import thread_count
 from isobit.library import stock
 from isobit.library.attention.orders import error_bound, share_bound
 from isobit.library.attention.planted import portable_attention
-from isobit.library.gradients import forward_and_gradients, gradients
-from isobit.library.placements import (
+from isobit.library.claims import (
+    Subject,
+    forward_and_gradients,
+    gradients,
     in_every_storage_and_thread_count,
+    must_raise,
+    on_one_thread,
     placements,
     put_among_random,
     rows_of,
 )
-from isobit.library.subjects import Subject, must_raise, on_one_thread
 from isobit.ops.attention import portable
 from isobit.ops.attention.op import mask_of
 from isobit.order.plan import ATTENTION_BLOCK, ATTENTION_CHUNK

@@ -14,9 +14,15 @@ from isobit.contracts.judge.proofs import smt
 from isobit.contracts.judge.proofs.intervals import depth_of, load_arb
 from isobit.contracts.judge.recipes import draw_values
 from isobit.foundation.records import Proof
-from isobit.library.bounds import EXP_ERROR, U, prove_bound
-from isobit.library.certificates import Configuration, Question, prove_orders
-from isobit.library.subjects import Subject
+from isobit.library.certificates import (
+    EXP_ERROR,
+    Configuration,
+    Question,
+    U,
+    prove_bound,
+    prove_orders,
+)
+from isobit.library.claims import Subject
 from isobit.ops import dispatch
 from isobit.ops.portable.elementary import exp_nonpositive, log_positive
 from isobit.ops.portable.sums import multiply_add

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.library.gradients import gradients, with_backward
+from isobit.library.claims import gradients, with_backward
 from isobit.ops.attention import op, portable
 from isobit.ops.attention.op import default_samples, mask_of
 from isobit.ops.attention.portable import Fold, State

@@ -22,7 +22,7 @@ from isobit.contracts.judge.tally import Tally
 from isobit.library.audit.clean import MODELS, CleanModel
 from isobit.library.audit.plants import PLANTS
 from isobit.library.audit.plants.plant import Dense, Inputs, Plant, hidden
-from isobit.library.subjects import on_one_thread, replaced
+from isobit.library.claims import on_one_thread, replaced
 
 # Models that depend on the batch without a call to name: no audit may call them invariant.
 #

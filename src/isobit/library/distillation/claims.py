@@ -17,15 +17,21 @@ from isobit.contracts.judge.tally import Tally
 from isobit.contracts.judge.transforms import LAYOUTS, THREADS
 from isobit.foundation.machine import thread_count
 from isobit.foundation.records import Proof
-from isobit.library import gradients as autograd
-from isobit.library.bounds import U, sum_depth
-from isobit.library.cross_entropy.claims import exact_sum_of
+from isobit.library import claims as autograd
+from isobit.library.certificates import U, sum_depth
+from isobit.library.claims import (
+    SAMPLE_LENGTHS,
+    Call,
+    placements,
+    put,
+    put_among_random,
+    refuses_each,
+)
+from isobit.library.cross_entropy import exact_sum_of
 from isobit.library.distillation import planted
 from isobit.library.distillation.planted import Distilled, stable_divergence
-from isobit.library.log_softmax.claims import bound_of, reach_of
+from isobit.library.log_softmax import bound_of, reach_of
 from isobit.library.logprob.claims import drawn_targets, logits_error
-from isobit.library.placements import SAMPLE_LENGTHS, placements, put, put_among_random
-from isobit.library.subjects import Call, refuses_each
 from isobit.ops.distillation import portable
 from isobit.ops.distillation.loss import distillation_loss
 from isobit.ops.linear.op import linear_fp32

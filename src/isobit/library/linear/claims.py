@@ -13,16 +13,22 @@ from isobit.contracts.judge.recipes import Case, cancel, draw_values, mirror
 from isobit.contracts.judge.tally import Tally
 from isobit.contracts.judge.transforms import THREADS
 from isobit.foundation.records import Proof
-from isobit.library import bounds, stock
-from isobit.library.bounds import error_factor, sum_depth
-from isobit.library.certificates import Configuration, Question, on_all_threads, prove_orders
-from isobit.library.linear.planted import LinearLayer, Share, layer_of, plain_layer
-from isobit.library.placements import (
+from isobit.library import certificates, stock
+from isobit.library.certificates import (
+    Configuration,
+    Question,
+    error_factor,
+    on_all_threads,
+    prove_orders,
+    sum_depth,
+)
+from isobit.library.claims import (
     SAMPLE_LENGTHS,
+    Subject,
     in_every_storage_and_thread_count,
     put_among_random,
 )
-from isobit.library.subjects import Subject
+from isobit.library.linear.planted import LinearLayer, Share, layer_of, plain_layer
 from isobit.ops.linear.targets import TARGETS, expected_order
 from isobit.order.plan import FEATURE_CAP, FeaturePlan
 from isobit.order.samples import Samples
@@ -358,16 +364,16 @@ def prove_error_bound(subject: Subject) -> Proof:
     shapes = [{"k": 1032, "n": 64, "m": m} for m in (1, 33)]
     order = prove((question(subject, "linear", dtype, shapes) for dtype in DTYPES), "")
     if not order.kept:
-        return Proof(bounds.ENGINE, "", order.cases, order.failure)
+        return Proof(certificates.INTERVALS, "", order.cases, order.failure)
     worst = 0.0
     for dtype, extent in itertools.product(DTYPES, BOUNDED):
         factor = error_factor(extent, dtype)
-        if not 0 < factor < 1.001 * bounds.U * sum_depth(extent, dtype):
-            return Proof(bounds.ENGINE, "", len(BOUNDED), f"K = {extent}: {factor}")
+        if not 0 < factor < 1.001 * certificates.U * sum_depth(extent, dtype):
+            return Proof(certificates.INTERVALS, "", len(BOUNDED), f"K = {extent}: {factor}")
         worst = max(worst, factor)
     covers = (
         f"all inputs whose products and sums neither overflow nor underflow, K in {list(BOUNDED)}: "
         "the error before the last rounding is at most ((1 + 2^-24)^d − 1)·Σ|x·w|, d the depth of "
         f"the order; at most {worst:.3g}·Σ|x·w|"
     )
-    return Proof(bounds.ENGINE, covers, 2 * len(BOUNDED) + order.cases)
+    return Proof(certificates.INTERVALS, covers, 2 * len(BOUNDED) + order.cases)

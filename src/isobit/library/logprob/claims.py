@@ -14,20 +14,27 @@ from isobit import bits
 from isobit.contracts.judge.recipes import Case, draw_values
 from isobit.contracts.judge.tally import Tally
 from isobit.foundation.records import Proof
-from isobit.library import gradients as autograd
-from isobit.library import refused_calls
-from isobit.library.bounds import U, error_factor, sum_depth
-from isobit.library.certificates import Question, feature_order, prove_orders, token_order
-from isobit.library.log_softmax import claims
-from isobit.library.log_softmax.claims import bound_of, reach_of
-from isobit.library.placements import (
+from isobit.library import claims as autograd
+from isobit.library import log_softmax, refused_calls
+from isobit.library.certificates import (
+    Question,
+    U,
+    error_factor,
+    feature_order,
+    prove_orders,
+    sum_depth,
+    token_order,
+)
+from isobit.library.claims import (
     SAMPLE_LENGTHS,
+    Subject,
     in_every_storage_and_thread_count,
     placements,
     put,
     put_among_random,
+    refuses_each,
 )
-from isobit.library.subjects import Subject, refuses_each
+from isobit.library.log_softmax import bound_of, reach_of
 from isobit.ops import dispatch
 from isobit.ops.logprob import partial, portable
 from isobit.ops.logprob.op import IGNORED, linear_logprob
@@ -389,13 +396,13 @@ def rows_of(subject: Scored) -> Subject:
 
 def prove_sign(subject: Scored) -> Proof:
     """Prove that no log-probability is positive."""
-    return claims.prove_sign(rows_of(subject))
+    return log_softmax.prove_sign(rows_of(subject))
 
 
 def prove_error(subject: Scored) -> Proof:
     """Bound the error in interval arithmetic: the order is certified, so its bound is the kernel's."""
     order = prove_orders((words_question(subject.score, k, 5, 1) for k in (64, 300)), "")
-    return claims.prove_log_bound(order, ERROR_LIMIT)
+    return log_softmax.prove_log_bound(order, ERROR_LIMIT)
 
 
 def prove_targets(subject: Scored) -> Proof:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from isobit.library import stock as stock_functions
-from isobit.library.gradients import with_backward, with_value
-from isobit.library.log_softmax.claims import WRONG_SUMS, LogSumExp
+from isobit.library.claims import with_backward, with_value
+from isobit.library.log_softmax import WRONG_SUMS, LogSumExp
 from isobit.library.logprob.claims import Scored, gradients, in_shares
 from isobit.ops.linear.op import linear_fp32
 from isobit.ops.logprob.op import linear_logprob

@@ -14,7 +14,7 @@ import torch
 
 from isobit.certifying.running.backends import MachineBackend
 from isobit.certifying.running.card import CardBackend
-from isobit.certifying.running.kernel_texts import KernelText, distinct
+from isobit.certifying.running.compile import KernelText, distinct
 from isobit.contracts.language.grammar import suggest
 from isobit.errors import ArgumentError, in_one_line
 from isobit.foundation import backends

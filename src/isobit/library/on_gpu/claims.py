@@ -12,8 +12,7 @@ from torch import Tensor
 
 from isobit.contracts.judge.recipes import Case
 from isobit.contracts.judge.tally import Tally
-from isobit.library.placements import placements
-from isobit.library.subjects import Predicate, replaced
+from isobit.library.claims import Predicate, placements, replaced
 from isobit.order.samples import Samples
 
 LENGTHS = (3, 0, 260, 5)  # of samples: one empty, one longer than a leaf of 256 tokens
@@ -67,14 +66,14 @@ def in_no_storage(compare: Any, tensors: Sequence[Tensor], described: Samples) -
     """Compare nothing: placements have shown it, and a case takes long."""
 
 
-norm_samples = fewer("norms.claims", "samples", SAMPLE_LENGTHS=FEW)
-norm_head_samples = fewer("norms.claims", "head_samples", SAMPLE_LENGTHS=FEW)
-norm_gradients = fewer("norms.claims", "gradients_agree", Samples=FewSamples)
-embedding_samples = fewer("embedding.claims", "samples", SAMPLE_LENGTHS=LENGTHS)
-embedding_padding = fewer("embedding.claims", "padding_has_none", SAMPLE_LENGTHS=LENGTHS)
+norm_samples = fewer("norms", "samples", SAMPLE_LENGTHS=FEW)
+norm_head_samples = fewer("norms", "head_samples", SAMPLE_LENGTHS=FEW)
+norm_gradients = fewer("norms", "gradients_agree", Samples=FewSamples)
+embedding_samples = fewer("embedding", "samples", SAMPLE_LENGTHS=LENGTHS)
+embedding_padding = fewer("embedding", "padding_has_none", SAMPLE_LENGTHS=LENGTHS)
 # Micro-batches are merged from partial sums.
 linear_samples = fewer("linear.claims", "samples", SAMPLE_LENGTHS=LENGTHS, MICRO_BATCHES=())
-group_samples = fewer("linear_group.claims", "samples", SAMPLE_LENGTHS=FEW, Samples=CloseSamples)
+group_samples = fewer("linear_group", "samples", SAMPLE_LENGTHS=FEW, Samples=CloseSamples)
 logprob_samples = fewer(
     "logprob.claims", "samples", SAMPLE_LENGTHS=FEW, placements=close_placements
 )
@@ -95,25 +94,25 @@ def attention_masks(subject: Any, case: Case, tally: Tally) -> None:
 attention_samples = fewer("attention.claims", "samples_are_alone", LENGTHS=(3, 66), WIDTH=70)
 FEW_EXPERTS = {"EXPERTS": 4, "CHOSEN": 2, "OUTPUTS": 3, "LENGTHS": (3, 0, 4, 1)}
 experts_layouts = fewer(
-    "mixture_of_experts.claims",
+    "mixture_of_experts",
     "layouts",
     **FEW_EXPERTS,
     SCORES=("softmax",),
     placements=close_placements,
     in_every_storage_and_thread_count=in_one_storage,
 )
-experts_gradients = fewer("mixture_of_experts.claims", "weight_gradients", **FEW_EXPERTS)
+experts_gradients = fewer("mixture_of_experts", "weight_gradients", **FEW_EXPERTS)
 convolution_samples = fewer(
-    "causal_conv.claims",
+    "causal_conv",
     "placed",
     LENGTHS=(5, 1, 0, 2),
     placements=close_placements,
     in_every_storage_and_thread_count=in_one_storage,
 )
-delta_pieces = fewer("delta_rule.claims", "by_pieces", HEADS=2, VALUE=3, CUTS=((1,), (2, 3)))
-delta_crops = fewer("delta_rule.claims", "cropped", HEADS=2, VALUE=3)
+delta_pieces = fewer("delta_rule", "by_pieces", HEADS=2, VALUE=3, CUTS=((1,), (2, 3)))
+delta_crops = fewer("delta_rule", "cropped", HEADS=2, VALUE=3)
 delta_samples = fewer(
-    "delta_rule.claims",
+    "delta_rule",
     "placed",
     HEADS=2,
     VALUE=3,
@@ -121,4 +120,4 @@ delta_samples = fewer(
     placements=close_placements,
     in_every_storage_and_thread_count=in_no_storage,
 )
-delta_executors = fewer("delta_rule.claims", "equal_executors", HEADS=4, VALUE=3)
+delta_executors = fewer("delta_rule", "equal_executors", HEADS=4, VALUE=3)

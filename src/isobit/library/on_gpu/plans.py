@@ -244,10 +244,10 @@ ELSEWHERE = {
 PLANTS_LEFT_OUT = {
     "isobit.library.linear.planted:summed_in_call_order": f"micro-batches: {PARTIAL}",
     "isobit.library.linear.planted:samples_reversed": f"only micro-batches show it: {PARTIAL}",
-    "isobit.library.log_softmax.claims:cut_by_threads": THREADS,
+    "isobit.library.log_softmax:cut_by_threads": THREADS,
     "isobit.library.logprob.planted:cut_by_threads": THREADS,
     "isobit.library.attention.planted:thread_gradients": THREADS,
-    "isobit.library.lm_head.claims:by_threads": THREADS,
+    "isobit.library.lm_head:by_threads": THREADS,
 }
 
 

@@ -53,7 +53,7 @@ def twins(of: str, by: str, **names: str) -> dict[str, str]:
 # By contract, where two contracts plant the same subject.
 BY_CONTRACT: dict[str, dict[str, str]] = {
     contract: {
-        f"{LIBRARY}.norms.claims:{name}": f"{ROWS}:{prefix}_{twin}"
+        f"{LIBRARY}.norms:{name}": f"{ROWS}:{prefix}_{twin}"
         for name, twin in (
             ("padding_counted", "padding_counted"),
             ("leaves_at_padding", "leaves_at_padding"),
@@ -67,7 +67,7 @@ BY_CONTRACT: dict[str, dict[str, str]] = {
 
 TWINS: dict[str, str] = {
     **twins(
-        "rms_norm.claims",
+        "rms_norm",
         ROWS,
         eps_outside="rms_eps_outside",
         over_the_batch="rms_over_the_batch",
@@ -78,7 +78,7 @@ TWINS: dict[str, str] = {
         by_squares_in_fp16="rms_squares_in_fp16",
     ),
     **twins(
-        "layer_norm.claims",
+        "layer_norm",
         ROWS,
         eps_outside="layer_eps_outside",
         over_the_batch="layer_over_the_batch",
@@ -86,7 +86,7 @@ TWINS: dict[str, str] = {
         one_pass="layer_one_pass",
     ),
     **twins(
-        "softmax.claims",
+        "softmax",
         ROWS,
         without_shift="softmax_without_shift",
         over_the_batch="softmax_over_the_batch",
@@ -94,7 +94,7 @@ TWINS: dict[str, str] = {
         wiggling="softmax_wiggling",
     ),
     **twins(
-        "log_softmax.claims",
+        "log_softmax",
         ROWS,
         over_the_batch="log_over_the_batch",
         not_rescaled="log_not_rescaled",
@@ -104,7 +104,7 @@ TWINS: dict[str, str] = {
         wiggling="log_wiggling",
     ),
     **twins(
-        "elementwise.claims",
+        "elementwise",
         ELEMENTS,
         by_libm="silu_rounded_twice",
         silu_rounded_between="silu_rounded_between",
@@ -119,14 +119,14 @@ TWINS: dict[str, str] = {
         swiglu_with_a_limit="swiglu_with_a_limit",
     ),
     **twins(
-        "rotary.claims",
+        "rotary",
         ELEMENTS,
         wrong_in_one_half="rotary_wrong_in_one_half",
         rounded_between="rotary_rounded_between",
         frequencies_reversed="rotary_frequencies_reversed",
     ),
     **twins(
-        "embedding.claims",
+        "embedding",
         ELEMENTS,
         plain_index_add="embedding_padding_counted",
         one_chain="embedding_one_chain",
@@ -136,13 +136,13 @@ TWINS: dict[str, str] = {
         off_by_one="embedding_off_by_one",
     ),
     **twins(
-        "exact_sum.claims",
+        "exact_sum",
         ELEMENTS,
         in_fp64="exact_truncated",
         rounded_twice="exact_in_digits_of_one_program",
     ),
     **twins(
-        "adamw.claims",
+        "adamw",
         ELEMENTS,
         fused_products="adamw_fused_products",
         approximate_root="adamw_approximate_root",
@@ -152,23 +152,23 @@ TWINS: dict[str, str] = {
         eps_inside="adamw_eps_inside",
         coupled="adamw_coupled",
     ),
-    **twins("grad_norm.claims", ELEMENTS, in_fp32="norm_by_lane"),
+    **twins("grad_norm", ELEMENTS, in_fp32="norm_by_lane"),
     **twins("linear.planted", PRODUCTS, bf16_merges="linear_bf16_segments"),
     **twins(
-        "mixture_of_experts.claims",
+        "mixture_of_experts",
         ROWS,
         combined_by_slot="experts_by_slot",
         combined_by_one_chain="experts_by_one_chain",
         highest_id="experts_by_highest_id",
     ),
     **twins(
-        "causal_conv.claims",
+        "causal_conv",
         ROWS,
         leaks_between_samples="convolution_leaks",
         gradient_leaks="convolution_gradient_leaks",
         sums_in_16_bits="convolution_in_16_bits",
     ),
-    **twins("delta_rule.claims", ROWS, in_16_bits="delta_in_16_bits"),
+    **twins("delta_rule", ROWS, in_16_bits="delta_in_16_bits"),
     **twins(
         "attention.planted",
         PRODUCTS,
@@ -184,43 +184,43 @@ TWINS: dict[str, str] = {
     ),
     **twins("logprob.planted", WORDS, **{name: f"word_{name}" for name in OF_WORDS}),
     **twins("distillation.planted", WORDS, torch_form="distilled_by_differences"),
-    **twins("cross_entropy.claims", WORDS, **{name: f"loss_{name}" for name in OF_LOSSES}),
-    **twins("lm_head.claims", WORDS, **{name: f"head_{name}" for name in OF_HEADS}),
+    **twins("cross_entropy", WORDS, **{name: f"loss_{name}" for name in OF_LOSSES}),
+    **twins("lm_head", WORDS, **{name: f"head_{name}" for name in OF_HEADS}),
 }
 
 # They are wrong in how they call the operator, or in what they make of its result: they run its Triton executor.
 AROUND: frozenset[str] = frozenset(
     f"{LIBRARY}.{module}:{name}"
     for module, names in {
-        "rms_norm.claims": "offset_forgotten offset_rounded summed_backwards",
-        "layer_norm.claims": "summed_backwards without_bias",
-        "softmax.claims": "of_zeros",
-        "log_softmax.claims": "a_hair_more of_zeros summed_backwards",
-        "elementwise.claims": "silu_in_small_batches_by_stock silu_off_by_lane silu_with_other_tail "
+        "rms_norm": "offset_forgotten offset_rounded summed_backwards",
+        "layer_norm": "summed_backwards without_bias",
+        "softmax": "of_zeros",
+        "log_softmax": "a_hair_more of_zeros summed_backwards",
+        "elementwise": "silu_in_small_batches_by_stock silu_off_by_lane silu_with_other_tail "
         "gelu_in_small_batches_by_stock gelu_off_by_lane gelu_the_other gelu_with_other_tail "
         "swiglu_exchanged swiglu_in_small_batches_by_libm swiglu_off_by_lane swiglu_rounded_between "
         "swiglu_with_other_tail",
-        "rotary.claims": "fused_if_alone in_bf16 in_pairs last_head_off narrow_for_narrow of_the_neighbour "
+        "rotary": "fused_if_alone in_bf16 in_pairs last_head_off narrow_for_narrow of_the_neighbour "
         "with_the_gradient_of_the_turn",
-        "embedding.claims": "without_padding_idx",
-        "adamw.claims": "by_tails corrected_late normalised_apart",
-        "exact_sum.claims": "by_storage halves_rounded mean_gradient skipping_the_small with_one_infinity",
-        "grad_norm.claims": "largest_shard norm_of_norms sum_of_norms without_the_last",
+        "embedding": "without_padding_idx",
+        "adamw": "by_tails corrected_late normalised_apart",
+        "exact_sum": "by_storage halves_rounded mean_gradient skipping_the_small with_one_infinity",
+        "grad_norm": "largest_shard norm_of_norms sum_of_norms without_the_last",
         "linear.planted": "axes_swapped axes_swapped_where_square leaf_at_padding sizes_exchanged split_by_rows "
         "tail_reordered",
-        "linear_group.claims": "apart blunt by_rows turned ungrouped without_bias without_samples",
+        "linear_group": "apart blunt by_rows turned ungrouped without_bias without_samples",
         "attention.planted": "a_hair_less bf16_gradients chunks_as_windows chunks_from_the_call one_sided "
         "padding_counted slope_forgotten window_off_by_one without_the_cap without_the_last zero_times_infinity",
-        "mixture_of_experts.claims": "balanced_by_batch expert_without_tokens one_sample padded_row_routed stock",
-        "causal_conv.claims": "forgets_the_past newest_first_in_long_batches newest_first_when_decoding "
+        "mixture_of_experts": "balanced_by_batch expert_without_tokens one_sample padded_row_routed stock",
+        "causal_conv": "forgets_the_past newest_first_in_long_batches newest_first_when_decoding "
         "one_row_stale one_tap_fewer sums_padding taps_reversed",
-        "delta_rule.claims": "chunks_of_the_call crops_beyond_the_chunk decodes_by_the_recurrence "
+        "delta_rule": "chunks_of_the_call crops_beyond_the_chunk decodes_by_the_recurrence "
         "forgets_the_open_chunk gradient_leaks leaks_between_samples stale_open_chunk",
-        "gqa.claims": "first_group_for_all heads_descending keys_repeated last_head_counts",
+        "gqa": "first_group_for_all heads_descending keys_repeated last_head_counts",
         "distillation.planted": "a_hair_less alpha_exchanged blunt by_count directions_exchanged gradient_in_bf16 "
         "gradient_of_forward gradient_over_temperature ignored_pulled in_bf16 mean_of_means normalised_apart "
         "padding_in_the_mean renormalised_words summed_in_order summed_plainly without_samples without_t_squared",
-        "cross_entropy.claims": "blunt mean_of_means padding_in_the_mean summed_in_order summed_plainly",
+        "cross_entropy": "blunt mean_of_means padding_in_the_mean summed_in_order summed_plainly",
     }.items()
     for name in names.split()
 )
@@ -229,16 +229,16 @@ STOCK: frozenset[str] = frozenset(
     f"{LIBRARY}.{module}:{name}"
     for module, names in {
         "stock": "attention exact_sum gelu layer_norm linear log_softmax rms_norm silu swiglu total_norm",
-        "adamw.claims": "fused",
-        "causal_conv.claims": "stock",
-        "delta_rule.claims": "stock",
-        "embedding.claims": "stock",
+        "adamw": "fused",
+        "causal_conv": "stock",
+        "delta_rule": "stock",
+        "embedding": "stock",
         "linear.planted": "recorded_only",
-        "linear_group.claims": "stock",
+        "linear_group": "stock",
         "logprob.planted": "stock",
         "distillation.planted": "bf16_log_softmax trl",
-        "lm_head.claims": "stock",
-        "cross_entropy.claims": "stock",
+        "lm_head": "stock",
+        "cross_entropy": "stock",
     }.items()
     for name in names.split()
 )

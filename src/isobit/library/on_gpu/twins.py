@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.library.gradients import with_backward
-from isobit.library.subjects import replaced
+from isobit.library.claims import replaced, with_backward
 from isobit.ops.gpu.executors import OPERATORS
 
 Change = Callable[[], Any]  # returns a context manager

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from isobit.library.adamw.claims import stepped
-from isobit.library.embedding.claims import Embedded
+from isobit.library.adamw import stepped
+from isobit.library.embedding import Embedded
 from isobit.library.on_gpu.twins import function, source, twin
 from isobit.ops.embedding.op import embedding
 from isobit.ops.exact_sum.op import exact_sum

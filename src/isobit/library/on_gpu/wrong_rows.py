@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from isobit.library.causal_conv.claims import Convolution
-from isobit.library.delta_rule.claims import Rule
-from isobit.library.mixture_of_experts.claims import ours
+from isobit.library.causal_conv import Convolution
+from isobit.library.delta_rule import Rule
+from isobit.library.mixture_of_experts import ours
 from isobit.library.on_gpu.twins import function, source, twin
 from isobit.ops.causal_conv.op import causal_conv
 from isobit.ops.delta_rule.op import delta_rule

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from isobit.library.cross_entropy.claims import Loss
+from isobit.library.cross_entropy import Loss
 from isobit.library.distillation.planted import Distilled
-from isobit.library.lm_head.claims import Head, ours
+from isobit.library.lm_head import Head, ours
 from isobit.library.logprob.claims import Scored
 from isobit.library.on_gpu.twins import Change, function, source, twin
 from isobit.ops.distillation.loss import distillation_loss

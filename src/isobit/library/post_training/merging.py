@@ -15,7 +15,7 @@ from torch import Tensor
 from isobit.contracts.judge.recipes import Case
 from isobit.contracts.judge.tally import Tally
 from isobit.foundation.machine import thread_count
-from isobit.library.subjects import Subject
+from isobit.library.claims import Subject
 
 PARALLEL = 0.9995
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from isobit.contracts.judge.recipes import Case
 from isobit.contracts.judge.tally import Tally
 from isobit.foundation.machine import thread_count
-from isobit.library.subjects import Subject
+from isobit.library.claims import Subject
 
 SHARES = ("0.5", "0.25", "0.9")
 

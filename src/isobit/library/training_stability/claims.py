@@ -22,7 +22,7 @@ from isobit.contracts.judge.tally import Tally
 from isobit.guards import preflight
 from isobit.guards.run_log.curves import Rows
 from isobit.guards.run_log.rules import Limits, judge_log
-from isobit.library.subjects import on_one_thread
+from isobit.library.claims import on_one_thread
 from isobit.library.training_stability.program import Plan, Program, plan_of
 
 Subject = Callable[..., Program]

@@ -10,8 +10,7 @@ from triton.runtime.jit import JITFunction
 
 from isobit.errors import UnsupportedError
 from isobit.foundation import backends
-from isobit.ops.gpu.targets import target_of_device
-from isobit.ops.gpu.tiles import tile_of
+from isobit.ops.gpu.tiles import target_of_device, tile_of
 from isobit.order.plan import LANES, FeaturePlan
 
 

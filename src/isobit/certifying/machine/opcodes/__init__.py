@@ -1,18 +1,6 @@
 """What each opcode does. Importing this package fills the table."""
 
-from isobit.certifying.machine.opcodes import (
-    atomics,
-    bitwise,
-    conversions,
-    copies,
-    extremes,
-    floats,
-    integers,
-    moves,
-    predicates,
-    transfers,
-    warps,
-)
+from isobit.certifying.machine.opcodes import conversions, floats, integers, moves, transfers, warps
 
 __all__ = [
     "atomics",

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from isobit.certifying.machine.naming import Naming
-from isobit.certifying.machine.opcodes.bitwise import from_halves, half_list
+from isobit.certifying.machine.opcodes.integers import from_halves, half_list
 from isobit.certifying.machine.opcodes.table import Step, decoder
 from isobit.certifying.machine.registers import SIGNED, UNSIGNED, Word
 from isobit.certifying.machine.state import State

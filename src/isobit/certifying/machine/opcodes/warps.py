@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from isobit.certifying.machine.naming import SetNaming
-from isobit.certifying.machine.opcodes.extremes import extreme
+from isobit.certifying.machine.opcodes.floats import extreme
 from isobit.certifying.machine.opcodes.table import Step, decoder, opcode
 from isobit.certifying.machine.registers import Word
 from isobit.certifying.machine.state import State

@@ -6,7 +6,7 @@ from typing import Any
 
 from isobit.errors import UnsupportedError
 from isobit.integrations.transformers.package import library
-from isobit.integrations.transformers.parts.delta_cache import layer_class
+from isobit.integrations.transformers.parts.delta_net import layer_class
 
 
 def keep_every_key(config: Any, cache: Any, use_cache: bool | None) -> Any:

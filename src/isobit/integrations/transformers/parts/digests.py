@@ -8,7 +8,7 @@ norms and rotations are then probed, composites are read anew, and heads are ref
 from __future__ import annotations
 
 from isobit.integrations.transformers.parts.experts import Router
-from isobit.integrations.transformers.parts.norms import NormFormula
+from isobit.integrations.transformers.parts.layers import NormFormula
 
 # Norms, with their formulas.
 NORMS: dict[str, tuple[str, NormFormula]] = {
@@ -54,9 +54,9 @@ DELTA_NETS: dict[str, str] = {
 EMBEDDINGS: dict[str, tuple[str, str]] = {
     "40d585f5fccf16ce": ("gemma.GemmaTextScaledWordEmbedding", "embed_scale"),
 }
-# Attention whose keys and values are expanded from a latent row (latent_attention.py).
+# Attention whose keys and values are expanded from a latent row (attention.py).
 LATENT_ATTENTIONS: dict[str, str] = {"4a178b5193fc71ea": "deepseek_v3.DeepseekV3Attention"}
-# Attention whose queries have a factor of their position (tempered_attention.py).
+# Attention whose queries have a factor of their position (attention.py).
 TEMPERED_ATTENTIONS: dict[str, str] = {"b520bec6ed7d1240": "llama4.Llama4TextAttention"}
 # down(act(gate(x)) · up(x)): gate and up as separate layers, or packed into one.
 GATED_MLPS: dict[str, tuple[str, str]] = {
@@ -173,7 +173,7 @@ SCORING_HEADS: dict[str, tuple[str, str]] = {
     "63fb572072b976a2": ("modeling_layers.GenericForSequenceClassification", "samples"),
     "6c94bbf30de817d2": ("modeling_layers.GenericForTokenClassification", "tokens"),
 }
-# Heads of encoders (encoders.py).
+# Heads of encoders (task_heads.py).
 ENCODER_HEADS: dict[str, tuple[str, str]] = {
     "262a5dfab71559b8": ("modernbert.ModernBertForMaskedLM", "masked"),
     "03329c461059a317": ("modernbert.ModernBertForSequenceClassification", "first token"),

@@ -17,7 +17,7 @@ from isobit.errors import UnsupportedError
 from isobit.integrations.transformers.head import Logits
 from isobit.integrations.transformers.layout import current_layout
 from isobit.integrations.transformers.load_balancing import ROUTER_LOGITS
-from isobit.integrations.transformers.parts.activations import kind_of_activation
+from isobit.integrations.transformers.parts.layers import kind_of_activation
 from isobit.integrations.transformers.residual import fork, settle
 from isobit.ops.experts.grouped import grouped_linear
 from isobit.ops.experts.op import route

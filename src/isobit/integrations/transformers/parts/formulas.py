@@ -9,15 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from isobit.errors import ArgumentError
-from isobit.integrations.transformers.parts import (
-    composites,
-    embedding,
-    gated_mlp,
-    linear,
-    norms,
-    rotary,
-)
-from isobit.integrations.transformers.parts.norms import NormFormula
+from isobit.integrations.transformers.parts import composites, layers, linear, rotary
+from isobit.integrations.transformers.parts.layers import NormFormula
 from isobit.integrations.transformers.parts.part import Part
 from isobit.integrations.transformers.parts.probing import compare_norm, largest_difference
 from isobit.integrations.transformers.parts.registry import Formula
@@ -49,7 +42,7 @@ class Norm(Formula):
         self.formula, self.text = formula, str(formula)
 
     def make(self, module: nn.Module) -> Part:
-        return Part("norm", norms.forward_norm, (self.formula,), "registered", shipped=False)
+        return Part("norm", layers.forward_norm, (self.formula,), "registered", shipped=False)
 
     def difference(self, module: nn.Module) -> float:
         return compare_norm(module, self.formula)
@@ -82,8 +75,8 @@ class Embedding(Formula):
 
     def make(self, module: nn.Module) -> Part:
         if self.scale is None:
-            return Part("embedding", embedding.forward_embedding, (), "registered", shipped=False)
-        forward = embedding.forward_scaled_embedding
+            return Part("embedding", layers.forward_embedding, (), "registered", shipped=False)
+        forward = layers.forward_scaled_embedding
         return Part("embedding", forward, (self.scale,), "registered", shipped=False)
 
     @torch.no_grad()
@@ -128,7 +121,7 @@ class GatedMlp(Formula):
         self.text = f"{down}(silu({gate}(x)) · {up}(x))"
 
     def make(self, module: nn.Module) -> Part:
-        forward = gated_mlp.forward_named_swiglu
+        forward = linear.forward_named_swiglu
         inside = tuple(name for name, child in module.named_children() if name not in self.names)
         return Part("gated MLP", forward, self.names, "registered", shipped=False, inside=inside)
 

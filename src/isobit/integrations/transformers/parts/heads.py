@@ -18,7 +18,7 @@ BACKBONE, HEAD, SCORE = "model", "lm_head", "score"
 # Kinds of heads that score, of reward models and of critics.
 SAMPLES: str = "a score of each sample"
 TOKENS: str = "a score of each token"
-# Kinds of heads of encoders (encoders.py).
+# Kinds of heads of encoders (task_heads.py).
 MASKED: str = "logits of masked tokens"
 FIRST_TOKEN: str = "a score of each sample's first token"
 EVERY_TOKEN: str = "a score of every token, after a dense layer"

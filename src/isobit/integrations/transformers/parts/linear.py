@@ -11,9 +11,10 @@ from isobit.errors import UnsupportedError
 from isobit.integrations.transformers.layout import current_layout
 from isobit.integrations.transformers.parts.part import plain_type
 from isobit.integrations.transformers.parts.registry import find_registered
-from isobit.nn.linear import read_weight
+from isobit.nn.modules import read_weight
 from isobit.ops.linear.group import linear_group
 from isobit.ops.linear.op import linear_with_packed
+from isobit.ops.swiglu.op import swiglu
 from isobit.order.plan import FEATURE_CAP
 from isobit.parallel.tensor.linear import column_linear_group, row_linear
 from isobit.parallel.tensor.shard import tp_group_of
@@ -171,3 +172,26 @@ def share_count(features: int) -> int:
     while shares < FEATURE_CAP and features % (2 * shares) == 0:
         shares *= 2
     return shares
+
+
+# The gated MLP with silu: gate and up are siblings, and their product is one operator with one rounding.
+#
+# Gated MLPs with other activations run as composites: the activation is a part, and the product is elementwise.
+
+
+def forward_swiglu(module: Any, x: Tensor) -> Tensor:
+    """Compute down(silu(gate(x)) · up(x))."""
+    gate, up = module.gate_proj(x), module.up_proj(x)
+    return module.down_proj(swiglu(gate, up))  # type: ignore[no-any-return]
+
+
+def forward_packed_swiglu(module: Any, x: Tensor) -> Tensor:
+    """Compute down(silu(gate) · up), where one layer computes gate and up."""
+    gate, up = module.gate_up_proj(x).chunk(2, dim=-1)
+    return module.down_proj(swiglu(gate, up))  # type: ignore[no-any-return]
+
+
+def forward_named_swiglu(gate: str, up: str, down: str, module: Any, x: Tensor) -> Tensor:
+    """Compute the gated MLP of a registered class, whose layers have other names."""
+    left, right = getattr(module, gate)(x), getattr(module, up)(x)
+    return getattr(module, down)(swiglu(left, right))  # type: ignore[no-any-return]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isobit.integrations.transformers.parts.norms import NormFormula
+from isobit.integrations.transformers.parts.layers import NormFormula
 from isobit.integrations.transformers.parts.rotary import STYLES
 
 NAMES_OF_EPS = ("variance_epsilon", "eps", "epsilon", "norm_eps", "layer_norm_eps")

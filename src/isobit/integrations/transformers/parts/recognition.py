@@ -16,19 +16,14 @@ from torch import nn
 from isobit.errors import UnsupportedError
 from isobit.integrations.transformers.package import library
 from isobit.integrations.transformers.parts import (
-    activations,
     attention,
     composites,
     delta_net,
-    embedding,
     experts,
-    gated_mlp,
-    latent_attention,
+    layers,
     linear,
     lora,
-    norms,
     rotary,
-    tempered_attention,
 )
 from isobit.integrations.transformers.parts.digests import (
     COMPOSITES,
@@ -47,7 +42,7 @@ from isobit.integrations.transformers.parts.digests import (
     TEMPERED_ATTENTIONS,
 )
 from isobit.integrations.transformers.parts.heads import BACKBONE, HEAD, PLAIN, Head, find_head
-from isobit.integrations.transformers.parts.norms import NormFormula
+from isobit.integrations.transformers.parts.layers import NormFormula
 from isobit.integrations.transformers.parts.part import Forward, Part, plain_type
 from isobit.integrations.transformers.parts.plumbing import find_computation
 from isobit.integrations.transformers.parts.probing import probe_norm
@@ -247,7 +242,7 @@ def find_part(name: str, module: nn.Module) -> Part:
         return find_composite(name, module, digest)
     formula = probe_norm(module)
     if formula is not None:
-        return Part("norm", norms.forward_norm, (formula,), f"probed: {formula}", shipped=False)
+        return Part("norm", layers.forward_norm, (formula,), f"probed: {formula}", shipped=False)
     refuse_unknown(
         name, module, f"its forward (digest {digest}) is none that was read, and no norm"
     )
@@ -261,9 +256,9 @@ def find_torch_class(name: str, module: Any) -> Part | None:
     if kind is nn.Linear:
         return Part("linear", linear.forward_linear, (None,), where)
     if kind is nn.Embedding:
-        return Part("embedding", embedding.forward_embedding, (), where)
+        return Part("embedding", layers.forward_embedding, (), where)
     if kind is nn.Dropout:
-        return Part("dropout", activations.forward_dropout, (name,), where)
+        return Part("dropout", layers.forward_dropout, (name,), where)
     if kind in CONTAINERS:
         return Part("container", None, (), where)
     if kind is nn.LayerNorm:
@@ -276,22 +271,22 @@ def find_torch_class(name: str, module: Any) -> Part | None:
             )
         bias = None if module.bias is None else "bias"
         formula = NormFormula("layer", "eps", "weight", bias)
-        return Part("norm", norms.forward_norm, (formula,), where)
+        return Part("norm", layers.forward_norm, (formula,), where)
     if kind is nn.RMSNorm and module.eps is not None and len(module.normalized_shape) == 1:
         weight = None if module.weight is None else "weight"
-        return Part("norm", norms.forward_norm, (NormFormula("rms", "eps", weight),), where)
+        return Part("norm", layers.forward_norm, (NormFormula("rms", "eps", weight),), where)
     return None
 
 
 def find_activation(module: nn.Module) -> Part | None:
     """Recognise activations by their class."""
-    kind = activations.kind_of_activation(module)
+    kind = layers.kind_of_activation(module)
     where = f"{plain_type(module).__module__}.{plain_type(module).__name__}"
     if kind == "silu":
-        return Part("silu", activations.forward_silu, (), where)
+        return Part("silu", layers.forward_silu, (), where)
     if kind is not None:
         approximate = "tanh" if kind == "gelu_tanh" else "none"
-        return Part("gelu", activations.forward_gelu, (approximate,), where)
+        return Part("gelu", layers.forward_gelu, (approximate,), where)
     return None
 
 
@@ -299,7 +294,7 @@ def find_by_digest(name: str, module: Any, digest: str) -> Part | None:
     """Recognise leaves and gated MLPs whose source was read."""
     if digest in NORMS:
         path, formula = NORMS[digest]
-        return Part("norm", norms.forward_norm, (formula,), f"source of {path}")
+        return Part("norm", layers.forward_norm, (formula,), f"source of {path}")
     if digest in GATED_NORMS:
         path, formula = GATED_NORMS[digest]
         return Part("gated norm", delta_net.forward_gated_norm, (formula,), f"source of {path}")
@@ -313,15 +308,15 @@ def find_by_digest(name: str, module: Any, digest: str) -> Part | None:
         return Part("rotary embedding", rotary.forward_rotary, (), f"source of {path}")
     if digest in EMBEDDINGS and plain_type(module).__bases__ == (nn.Embedding,):
         path, scale = EMBEDDINGS[digest]
-        forward = embedding.forward_scaled_embedding
+        forward = layers.forward_scaled_embedding
         return Part("embedding", forward, (scale,), f"source of {path}")
     if digest in ELEMENTWISE:
         return Part("elementwise", None, (), f"source of {ELEMENTWISE[digest]}")
     if digest in GATED_MLPS:
         path, form = GATED_MLPS[digest]
         act = "act_fn" if hasattr(module, "act_fn") else "activation_fn"
-        if activations.kind_of_activation(getattr(module, act)) == "silu":
-            packed, separate = gated_mlp.forward_packed_swiglu, gated_mlp.forward_swiglu
+        if layers.kind_of_activation(getattr(module, act)) == "silu":
+            packed, separate = linear.forward_packed_swiglu, linear.forward_swiglu
             chosen = separate if form == "separate" else packed
             return Part("gated MLP", chosen, (), f"source of {path}", inside=(act,))
     return find_mixture(module, digest)
@@ -338,14 +333,14 @@ def find_mixture(module: Any, digest: str) -> Part | None:
             return Part("experts", experts.forward_clamped_experts, (), f"source of {path}")
         scaled = form == "scaled inputs"
         chosen = experts.forward_scaled_experts if scaled else experts.forward_experts
-        inside = ("act_fn",) if activations.kind_of_activation(module.act_fn) == "silu" else ()
+        inside = ("act_fn",) if layers.kind_of_activation(module.act_fn) == "silu" else ()
         return Part("experts", chosen, (), f"source of {path}", inside=inside)
     if digest in LATENT_ATTENTIONS:
         where = f"source of {LATENT_ATTENTIONS[digest]}"
-        return Part("attention", latent_attention.forward_latent, (), where)
+        return Part("attention", attention.forward_latent, (), where)
     if digest in TEMPERED_ATTENTIONS:
         where = f"source of {TEMPERED_ATTENTIONS[digest]}"
-        return Part("attention", tempered_attention.forward_tempered, (), where)
+        return Part("attention", attention.forward_tempered, (), where)
     if digest in MIXTURES:
         path, form = MIXTURES[digest]
         forwards: dict[str, Forward] = {
@@ -403,7 +398,7 @@ def check_head_norms(name: str, module: Any) -> None:
         if plain_type(inner) is nn.LayerNorm and inner.normalized_shape[-1] == getattr(
             module, "head_dim", None
         ):
-            norms.refuse_layer_norm_of_heads(f"{name}.{child}, with a weight of {module.head_dim}")
+            layers.refuse_layer_norm_of_heads(f"{name}.{child}, with a weight of {module.head_dim}")
 
 
 def find_backbone(module: nn.Module, forward: Forward) -> Part:
@@ -454,7 +449,7 @@ def give_siblings(
 
 def sharing(module: nn.Module, part: Part) -> list[tuple[str, ...]]:
     """Return the names of children that are linear layers and share an input."""
-    if part.forward is gated_mlp.forward_named_swiglu:
+    if part.forward is linear.forward_named_swiglu:
         children = part.settings[:2]  # gate and up
         is_linear = all(linear.base_linear(getattr(module, name)) for name in children)
         return [children] if is_linear else []
@@ -485,7 +480,7 @@ def check_dropouts(plan: Plan) -> None:
     for module, key in plan.dropouts:
         if module.training and getattr(module, key):
             name = plan.names[module] or "the model"
-            activations.refuse_dropout(f"{key} of {getattr(module, key)} in training, in {name}")
+            layers.refuse_dropout(f"{key} of {getattr(module, key)} in training, in {name}")
 
 
 def refuse_unknown(name: str, module: nn.Module, why: str) -> None:

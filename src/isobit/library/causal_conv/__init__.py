@@ -1,1 +1,0 @@
-"""Contract of isobit.causal_conv."""

@@ -1,1 +1,0 @@
-"""Contract of isobit.delta_rule."""

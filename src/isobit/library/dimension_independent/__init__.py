@@ -1,1 +1,0 @@
-"""The contract dimension-independent-kernels-v1 with its claims, planted wrong kernels and proofs."""

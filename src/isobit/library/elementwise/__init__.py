@@ -1,1 +1,0 @@
-"""Claims and planted wrong kernels that silu-, gelu- and swiglu-kernel-v1 share."""

@@ -1,1 +1,0 @@
-"""The contract layernorm-kernel-v1 with its claims, planted wrong kernels and proofs."""

@@ -1,1 +1,0 @@
-"""The contract linear-group-kernel-v1 with its claims, planted wrong kernels and proofs."""

@@ -1,1 +1,0 @@
-"""The contract mixture-of-experts-v1 with its claims and planted wrong mixtures."""

@@ -1,1 +1,0 @@
-"""The contract rank-agreement-v1 with its claims, planted wrong kernels and proofs."""

@@ -1,1 +1,0 @@
-"""The contract rmsnorm-kernel-v1 with its claims, planted wrong kernels and proofs."""

@@ -1,1 +1,0 @@
-"""The contract training-config-kernel-v1 with its claims, planted wrong kernels and proofs."""

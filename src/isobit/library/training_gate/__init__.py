@@ -1,1 +1,0 @@
-"""The contract distributed-training-v1 with its claims, planted wrong kernels and proofs."""
