@@ -1,6 +1,6 @@
 """isobit's own contracts, written as any user of `isobit.contracts` would write them.
 
-A folder per subject has contract.yaml, claims.py (predicates), planted.py (wrong kernels that claims must catch),
-orders.py (order certificates) and proofs.py. Shared by the subjects: `stock` (what PyTorch computes), `refused_calls`,
-`placements` of samples, `gradients`, `certificates`, `bounds` and `subjects`.
+A subject is `NAME.contract.yaml` with its predicates in `NAME.py`. One that needs more is a folder: contract.yaml,
+claims.py (predicates), planted.py (wrong kernels that claims must catch) and orders.py (order certificates). Shared by
+the subjects: `claims`, `stock` (what PyTorch computes), `refused_calls` and `certificates`.
 """
