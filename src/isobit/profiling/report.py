@@ -16,7 +16,8 @@ from isobit.profiling.records import (
     RankProfile,
 )
 from isobit.profiling.roofline import STYLE, write_roofline
-from isobit.report.markup import FOOTER_STYLE, as_footer, escape
+from isobit.report.markup import escape
+from isobit.report.pages import BASE_STYLE, write_document
 
 MOST_RANKS = 3  # the longest; --html and --json have all
 MOST_BRICKS = 3
@@ -221,37 +222,29 @@ def many(count: int, noun: str) -> str:
 # A profile as a self-contained HTML report: findings, where the steps went per rank, ranks × collectives, bricks.
 
 PAGE_RANKS, PAGE_BRICKS, PAGE_COLLECTIVES, PAGE_FINDINGS = 64, 30, 40, 30
-PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>{title}</title><style>
-:root{{color-scheme:light dark;--good:#237a4b;--bad:#b3261e;--mute:#6b7280;--compute:#3b74b5;--talk:#8a6fb5;
---copy:#2f8f8b;--early:#9aa3b2;--loader:#d9631e;--host:#c9941f;--wait:#c4496b;--none:#c5cad3;--queue:#5f8f3a}}
-@media (prefers-color-scheme:dark){{:root{{--good:#5cc08a;--bad:#f2837b;--mute:#9aa3b2;--compute:#7fb0e3;--talk:#b79be3;
---copy:#6cc7c2;--early:#6b7280;--loader:#f08a4b;--host:#e0b85a;--wait:#ee86a3;--none:#4a5160;--queue:#9ccc72}}}}
-body{{font:15px/1.5 ui-sans-serif,system-ui,sans-serif;max-width:980px;margin:2rem auto;padding:0 1rem}}
-h1{{font-size:1.5rem;margin-bottom:.2rem}}h2{{font-size:1.1rem;margin:2rem 0 .5rem}}.verdict{{font-size:1.1rem}}
-table{{border-collapse:collapse;width:100%}}td,th{{text-align:left;padding:.35rem .8rem .35rem 0;vertical-align:top;
-border-bottom:1px solid #8884;overflow-wrap:anywhere}}th{{font-weight:500;color:var(--mute)}}
-td.number,th.number{{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}}td.name{{min-width:12rem}}td:last-child{{min-width:9rem}}
-.good{{color:var(--good)}}.bad{{color:var(--bad)}}.mute{{color:var(--mute)}}.wide{{overflow-x:auto}}
-.rank{{display:grid;grid-template-columns:5.5rem 1fr 6.5rem;gap:.6rem;align-items:center;margin:.2rem 0}}
-.bar{{display:flex;height:1.1rem;border-radius:3px;overflow:hidden;background:#8882}}.bar span{{display:block}}
-.key{{display:flex;flex-wrap:wrap;gap:.2rem 1rem;padding:0;list-style:none;font-size:.85rem}}
-.key i{{display:inline-block;width:.8rem;height:.8rem;border-radius:2px;margin-right:.35rem;vertical-align:-.08rem}}
-.meter{{display:inline-block;width:5rem;height:.6rem;background:#8883;border-radius:3px;overflow:hidden}}
-.meter b{{display:block;height:100%;background:var(--compute)}}
-.found{{border:1px solid #8884;border-left:4px solid var(--bad);border-radius:8px;padding:.5rem .9rem;margin:.6rem 0}}
-.found.info{{border-left-color:var(--mute)}}.found p{{margin:.15rem 0;overflow-wrap:anywhere}}
-@media (max-width:560px){{.rank{{grid-template-columns:1fr auto}}.rank .bar{{grid-column:1/-1;grid-row:2}}}}
-code{{font:13px ui-monospace,Menlo,Consolas,monospace}}
-{footer_style}{roof_style}</style>
-<h1>{title}</h1><p class="verdict {tone}">{verdict}</p>
+PAGE_STYLE = """
+:root{--compute:#3b74b5;--talk:#8a6fb5;--copy:#2f8f8b;--early:#9aa3b2;--loader:#d9631e;--host:#c9941f;--wait:#c4496b;
+--none:#c5cad3;--queue:#5f8f3a}
+@media (prefers-color-scheme:dark){:root{--compute:#7fb0e3;--talk:#b79be3;--copy:#6cc7c2;--early:#6b7280;
+--loader:#f08a4b;--host:#e0b85a;--wait:#ee86a3;--none:#4a5160;--queue:#9ccc72}}
+td.number,th.number{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}td.name{min-width:12rem}td:last-child{min-width:9rem}
+.rank{display:grid;grid-template-columns:5.5rem 1fr 6.5rem;gap:.6rem;align-items:center;margin:.2rem 0}
+.bar{display:flex;height:1.1rem;border-radius:3px;overflow:hidden;background:#8882}.bar span{display:block}
+.key{display:flex;flex-wrap:wrap;gap:.2rem 1rem;padding:0;list-style:none;font-size:.85rem}
+.key i{display:inline-block;width:.8rem;height:.8rem;border-radius:2px;margin-right:.35rem;vertical-align:-.08rem}
+.meter{display:inline-block;width:5rem;height:.6rem;background:#8883;border-radius:3px;overflow:hidden}
+.meter b{display:block;height:100%;background:var(--compute)}
+.found{border:1px solid #8884;border-left:4px solid var(--bad);border-radius:8px;padding:.5rem .9rem;margin:.6rem 0}
+.found.info{border-left-color:var(--mute)}.found p{margin:.15rem 0;overflow-wrap:anywhere}
+@media (max-width:560px){.rank{grid-template-columns:1fr auto}.rank .bar{grid-column:1/-1;grid-row:2}}
+"""
+BODY = """<p class="verdict {tone}">{verdict}</p>
 <h2>What costs time</h2>{findings}
 <h2>Where the steps went</h2><p class="mute">Each bar is all steps of a rank; its parts add up to them to the
 nanosecond.</p>{ranks}
 {collectives}
 <h2>Bricks of rank {rank}</h2><p class="mute">{bounds}</p>{roofline}{bricks}
-{blocks}{notes}{origin}</html>
-"""
+{blocks}{notes}"""
 COLOURS = {
     "compute": "compute",
     "exposed communication": "talk",
@@ -293,12 +286,7 @@ def write_profile_page(profile: Profile, origin: Provenance | None = None) -> st
         f"{first.device}, {many(len(first.steps), 'step')} of "
         f"{milliseconds(first.whole.total / len(first.steps))} ms on average"
     )
-    return PAGE.format(
-        title=escape(
-            f"Profile of {first.name}"
-            if len(profile.ranks) == 1
-            else f"Profile of {len(profile.ranks)} ranks"
-        ),
+    body = BODY.format(
         tone="bad" if profile.exit_code else "good",
         verdict=escape(verdict),
         findings="".join(map(write_finding, profile.findings[:PAGE_FINDINGS])) or "<p>Nothing.</p>",
@@ -307,12 +295,17 @@ def write_profile_page(profile: Profile, origin: Provenance | None = None) -> st
         rank=first.rank,
         bounds=escape(words_of_bounds(profile)),
         roofline=write_roofline(first),
-        roof_style=STYLE,
         bricks=write_bricks(first.bricks, first.device_time),
         blocks=write_blocks(profile),
         notes=f"<h2>Notes</h2><ul>{items}</ul>" if items else "",
-        origin=as_footer(origin),
-        footer_style=FOOTER_STYLE,
+    )
+    return write_document(
+        f"Profile of {first.name}"
+        if len(profile.ranks) == 1
+        else f"Profile of {len(profile.ranks)} ranks",
+        BASE_STYLE + PAGE_STYLE + STYLE,
+        body,
+        origin,
     )
 
 

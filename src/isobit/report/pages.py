@@ -1,4 +1,4 @@
-"""What HTML pages share: the frame of pages of findings with its parts, and the style sheet of audits."""
+"""What HTML pages share: the document, style sheets, and the parts of pages of findings."""
 
 from __future__ import annotations
 
@@ -6,9 +6,48 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from isobit.foundation.records import Provenance
 from isobit.report.markup import FOOTER_STYLE, as_footer, escape
-from isobit.report.markup import STYLE as PICTURES
 
-# The HTML and style sheet of the page of an audit.
+# Every page is one document without other files: a title, a style sheet for light and dark, a body and its provenance.
+
+DOCUMENT = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>{title}</title><style>{style}</style>
+<h1>{title}</h1>{body}{origin}{data}</html>
+"""
+BASE_STYLE = """
+:root{color-scheme:light dark;--good:#237a4b;--bad:#b3261e;--warn:#a1470c;--calm:#3b6ea8;--mute:#6b7280;--card:#8881}
+@media (prefers-color-scheme:dark){:root{--good:#5cc08a;--bad:#f2837b;--warn:#f08a4b;--calm:#7fb2ea;--mute:#9aa3b2}}
+body{font:15px/1.5 ui-sans-serif,system-ui,sans-serif;max-width:980px;margin:2rem auto;padding:0 1rem}
+h1{font-size:1.5rem;margin-bottom:.2rem}h2{font-size:1.1rem;margin:2rem 0 .5rem;overflow-wrap:anywhere}
+.verdict{font-size:1.1rem}.wide{overflow-x:auto}
+table{border-collapse:collapse;width:100%}td,th{text-align:left;padding:.35rem .8rem .35rem 0;vertical-align:top;
+border-bottom:1px solid #8884;overflow-wrap:anywhere}th{font-weight:500;color:var(--mute)}
+td.number{font-variant-numeric:tabular-nums}
+.good{color:var(--good)}.bad{color:var(--bad)}.warn{color:var(--warn)}.calm{color:var(--calm)}.mute{color:var(--mute)}
+code,pre{font:13px/1.45 ui-monospace,Menlo,Consolas,monospace}
+"""
+
+
+def write_document(
+    title: str, style: str, body: str, origin: Provenance | None = None, data: str = ""
+) -> str:
+    """Return a self-contained HTML page. The title is escaped here; `body` and `data` are HTML."""
+    return DOCUMENT.format(
+        title=escape(title),
+        style=style + FOOTER_STYLE,
+        body=body,
+        origin=as_footer(origin),
+        data=data,
+    )
+
+
+def write_data(name: str, record: str) -> str:
+    """Return JSON in a script element, which no text in it can end."""
+    for character in "<>&":
+        record = record.replace(character, f"\\u{ord(character):04x}")
+    return f'\n<script type="application/json" id="{name}">{record}</script>\n'
+
+
+# The style sheet of audits and certificates.
 
 # The pictures of orders bring classes of their own: quiet, title, panel, bar and others mean what they say there.
 AUDIT_STYLE = """
@@ -66,49 +105,20 @@ border:1px solid var(--line);border-radius:8px;background:var(--ground);padding:
 @media (max-width:640px){.facts{grid-template-columns:1fr}.facts dd{margin-bottom:.4rem}}
 """
 
-AUDIT_PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>{title}</title><style>{style}</style>
-<h1>{title}</h1><p class="soft">{about}</p>
-<p class="conclusion {tone}">{conclusion}</p>{sentences}
-<h2>What differs</h2>{matrix}
-{blame}{strips}{operators}
-<h2>What was not judged</h2>{unjudged}
-{repeat}{origin}
-<script type="application/json" id="audit">{json}</script>
-</html>
-"""
+# Pages of findings, and their parts: cards of findings, strips of ranks, tables, printed text.
 
-
-def fill_page(**parts: str) -> str:
-    """Return the page; every part is HTML that was escaped before."""
-    return AUDIT_PAGE.format(style=PICTURES + AUDIT_STYLE + FOOTER_STYLE, **parts)
-
-
-# The frame that pages of findings share, and its parts: cards of findings, strips of ranks, tables, printed text.
-
-PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>{title}</title><style>
-:root{{color-scheme:light dark;--good:#237a4b;--bad:#b3261e;--calm:#3b6ea8;--mute:#6b7280;--card:#8881}}
-@media (prefers-color-scheme:dark){{:root{{--good:#5cc08a;--bad:#f2837b;--calm:#7fb2ea;--mute:#9aa3b2}}}}
-body{{font:15px/1.5 ui-sans-serif,system-ui,sans-serif;max-width:980px;margin:2rem auto;padding:0 1rem}}
-h1{{font-size:1.5rem;margin-bottom:.2rem}}h2{{font-size:1.1rem;margin:2rem 0 .5rem}}.verdict{{font-size:1.1rem}}
-h3{{font-size:1rem;margin:0 0 .3rem}}h3 small{{font-weight:400;color:var(--mute)}}
-.good{{color:var(--good)}}.bad{{color:var(--bad)}}.calm{{color:var(--calm)}}.mute{{color:var(--mute)}}
-.card{{background:var(--card);border-left:3px solid var(--bad);padding:.7rem 1rem;margin:.7rem 0;border-radius:3px}}
-.card.follows{{border-left-color:var(--mute)}}dl{{display:grid;grid-template-columns:max-content 1fr;
-gap:.15rem 1rem;margin:.4rem 0 0}}dt{{color:var(--mute)}}dd{{margin:0;overflow-wrap:anywhere}}
-table{{border-collapse:collapse;width:100%}}td,th{{text-align:left;padding:.35rem .8rem .35rem 0;vertical-align:top;
-border-bottom:1px solid #8884;overflow-wrap:anywhere}}th{{font-weight:500;color:var(--mute);white-space:nowrap}}
-td.ranks-of{{white-space:nowrap;width:10rem}}code,pre{{font:13px/1.45 ui-monospace,Menlo,Consolas,monospace}}
-pre{{background:var(--card);padding:.7rem 1rem;overflow-x:auto;border-radius:3px}}.wide{{overflow-x:auto}}
-.ranks{{display:flex;flex-wrap:wrap;gap:3px;margin:.25rem 0}}.ranks span{{min-width:1.6rem;padding:0 .25rem;
+FINDINGS_STYLE = """
+h3{font-size:1rem;margin:0 0 .3rem}h3 small{font-weight:400;color:var(--mute)}
+.card{background:var(--card);border-left:3px solid var(--bad);padding:.7rem 1rem;margin:.7rem 0;border-radius:3px}
+.card.follows{border-left-color:var(--mute)}dl{display:grid;grid-template-columns:max-content 1fr;
+gap:.15rem 1rem;margin:.4rem 0 0}dt{color:var(--mute)}dd{margin:0;overflow-wrap:anywhere}
+th,td.ranks-of{white-space:nowrap}td.ranks-of{width:10rem}
+pre{background:var(--card);padding:.7rem 1rem;overflow-x:auto;border-radius:3px}
+.ranks{display:flex;flex-wrap:wrap;gap:3px;margin:.25rem 0}.ranks span{min-width:1.6rem;padding:0 .25rem;
 text-align:center;font-size:12px;border:1px solid #8886;border-radius:3px;color:var(--mute);
-font-variant-numeric:tabular-nums}}
-.ranks .bad{{background:var(--bad);border-color:var(--bad);color:#fff}}
-.ranks .calm{{border-color:var(--calm);color:var(--calm)}}
-{footer_style}</style>
-<h1>{title}</h1><p class="verdict {tone}">{verdict}</p>
-{body}{origin}</html>
+font-variant-numeric:tabular-nums}
+.ranks .bad{background:var(--bad);border-color:var(--bad);color:#fff}
+.ranks .calm{border-color:var(--calm);color:var(--calm)}
 """
 MOST_RANKS = 512  # drawn in one strip
 MOST_PRINTED = 4000  # characters of a program's output
@@ -119,14 +129,8 @@ def write_frame(
     title: str, tone: str, verdict: str, body: str, origin: Provenance | None = None
 ) -> str:
     """Return a page; `body` is HTML, the other words are escaped here."""
-    return PAGE.format(
-        title=escape(title),
-        tone=tone,
-        verdict=escape(verdict),
-        body=body,
-        origin=as_footer(origin),
-        footer_style=FOOTER_STYLE,
-    )
+    shown = f'<p class="verdict {tone}">{escape(verdict)}</p>\n{body}'
+    return write_document(title, BASE_STYLE + FINDINGS_STYLE, shown, origin)
 
 
 def write_ranks(ranks: Iterable[int], bad: Collection[int], calm: Collection[int] = ()) -> str:

@@ -8,7 +8,8 @@ from itertools import groupby, pairwise
 
 from isobit.foundation.records import Provenance
 from isobit.order.addition import step_digests, steps_of
-from isobit.report.markup import FOOTER_STYLE, Canvas, as_footer, escape
+from isobit.report.markup import Canvas, escape
+from isobit.report.pages import BASE_STYLE, write_document
 from isobit.reveal.certificate import OrderClass, OrderComparison
 from isobit.reveal.outline import Outline, Run, count_lead, describe
 from isobit.reveal.tree import Tree
@@ -304,17 +305,11 @@ def _ends_of(outline: Outline, shift: int) -> list[tuple[Outline, int]]:
 GAP, HEAD = 16, 62
 WORDS_A_LINE = 86
 
-PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>{title}</title><style>
-:root{{color-scheme:light dark}}
-body{{font:15px/1.5 ui-sans-serif,system-ui,sans-serif;max-width:1180px;margin:2rem auto;padding:0 1rem}}
-h1{{font-size:1.5rem;margin-bottom:.2rem}}.verdict{{font-size:1.1rem}}
-table{{border-collapse:collapse;margin:1rem 0}}
-td,th{{text-align:left;padding:.3rem .8rem .3rem 0;border-bottom:1px solid #8884;vertical-align:top}}
-svg{{max-width:100%;height:auto}}.note{{color:#777}}.wide{{overflow-x:auto}}.wide table{{min-width:50rem}}
-{footer_style}</style>
-<h1>{title}</h1><p class="verdict">{verdict}</p><p class="note">{legend}</p>{picture}{table}{refused}
-{origin}</html>
+PAGE_STYLE = """
+body{max-width:1180px}table{width:auto;margin:1rem 0}
+svg{max-width:100%;height:auto}.note{color:var(--mute)}.wide table{min-width:50rem}
+"""
+BODY = """<p class="verdict">{verdict}</p><p class="note">{legend}</p>{picture}{table}{refused}
 """
 LEGEND = (
     "Terms run along the horizontal axis; a bar is a chain of neighbours, dots on a line a chain of separate "
@@ -388,15 +383,18 @@ def write_page(certificate: OrderComparison, title: str, origin: Provenance | No
         for name, reason in certificate.refused
     )
     picture = draw_certificate(certificate) if certificate.classes else ""
-    return PAGE.format(
-        title=escape(title),
+    body = BODY.format(
         verdict=escape(verdict),
         picture=picture,
         table=table,
         refused=refused,
         legend=LEGEND,
-        origin=as_footer(origin),
-        footer_style=FOOTER_STYLE,
+    )
+    return write_document(
+        title,
+        BASE_STYLE + PAGE_STYLE,
+        body,
+        origin,
     )
 
 

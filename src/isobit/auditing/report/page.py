@@ -30,8 +30,8 @@ from isobit.auditing.report.sentence import (
 )
 from isobit.auditing.report.strip import in_words
 from isobit.foundation.plain_text import plain_json
-from isobit.report.markup import SHOWN, STYLE, as_footer, escape, table
-from isobit.report.pages import fill_page
+from isobit.report.markup import SHOWN, STYLE, escape, table
+from isobit.report.pages import AUDIT_STYLE, write_data, write_document
 from isobit.reveal.certificate import OrderComparison
 from isobit.reveal.report import draw_certificate
 
@@ -52,6 +52,14 @@ MATRIX = (
 )
 BLAME = ("share of the effect", "together", "operator", "kind", "elements", "ulp", "max |Δ|")
 REST = ("operator", "axis", "first difference", "errors", "shapes", "source", "remedy", "price")
+
+
+BODY = """<p class="soft">{about}</p>
+<p class="conclusion {tone}">{conclusion}</p>{sentences}
+<h2>What differs</h2>{matrix}
+{blame}{strips}{operators}
+<h2>What was not judged</h2>{unjudged}
+{repeat}"""
 
 
 def _row(cells: Sequence[str], kinds: Mapping[int, str] | None = None) -> str:
@@ -395,8 +403,8 @@ def write_audit_page(audit: Audit) -> str:
         blame = f"<h2>Who is to blame</h2>{''.join(tables)}"
         strips = f"<h2>Where they are</h2>{audit_strip.legend()}{_strips(audit)}"
         operators = f"<h2>Guilty operators</h2>{_operators(audit, chosen)}"
-    return fill_page(
-        title=escape(f"Audit of {audit.model}"),
+    record = plain_json(json.dumps(plain_audit(audit), ensure_ascii=False, separators=(",", ":")))
+    body = BODY.format(
         about=_about(audit),
         tone=tone(audit),
         conclusion=escape(conclude(audit)),
@@ -407,17 +415,14 @@ def write_audit_page(audit: Audit) -> str:
         operators=operators,
         unjudged=show_unjudged(audit),
         repeat=_repeat(audit),
-        origin=as_footer(audit.provenance),
-        json=as_data(audit),
     )
-
-
-def as_data(audit: Audit) -> str:
-    """Return the audit as JSON for a script element, which no text in it can end."""
-    text = plain_json(json.dumps(plain_audit(audit), ensure_ascii=False, separators=(",", ":")))
-    for character in "<>&":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return text
+    return write_document(
+        f"Audit of {audit.model}",
+        STYLE + AUDIT_STYLE,
+        body,
+        audit.provenance,
+        write_data("audit", record),
+    )
 
 
 def _anchor(axis: int, at: int) -> str:

@@ -38,9 +38,9 @@ from isobit.certifying.report.words import (
     tone,
 )
 from isobit.foundation.plain_text import plain_json
-from isobit.report import pages
-from isobit.report.markup import FOOTER_STYLE, as_footer, escape, table
 from isobit.report.markup import STYLE as PICTURES
+from isobit.report.markup import escape, table
+from isobit.report.pages import AUDIT_STYLE, write_data, write_document
 
 # Tables of a certificate's page: expressions, the place where two differ, static facts and configurations.
 
@@ -258,19 +258,14 @@ LEGEND = (
     "terms, a junction an addition. Blue: every expression here makes this addition; violet: some others do; "
     "orange: none."
 )
-PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>{title}</title><style>{style}</style>
-<h1>{title}</h1><p class="soft">{about}</p>
+BODY = """<p class="soft">{about}</p>
 <p class="conclusion {tone}">{conclusion}</p>
 <h2>Which configurations share an expression</h2>{map}{failures}
 {expressions}
 <h2>Compiled kernels</h2>{kernels}{notes}
 <h2>What was compared</h2>{tensors}{runs}
 <h2>What this covers</h2>{covers}
-{repeat}{origin}
-<script type="application/json" id="certificate">{json}</script>
-</html>
-"""
+{repeat}"""
 
 
 def write_certificate_page(found: Certified) -> str:
@@ -291,9 +286,10 @@ def write_certificate_page(found: Certified) -> str:
     firsts = [targets[0] for targets in alike(found)]
     numbers = number_expressions(found)
     expressions = "".join(_expressions(each, each[0] not in firsts, numbers) for each in groups)
-    return PAGE.format(
-        title=escape(f"Certificate of {found.function}"),
-        style=PICTURES + pages.AUDIT_STYLE + certify_map.MAP_STYLE + STYLE + FOOTER_STYLE,
+    record = plain_json(
+        json.dumps(plain_certificate(found), ensure_ascii=False, separators=(",", ":"))
+    )
+    body = BODY.format(
         about=_about(found),
         tone=tone(found),
         conclusion=escape(conclude(found)),
@@ -306,19 +302,14 @@ def write_certificate_page(found: Certified) -> str:
         runs=show_runs(found),
         covers=_covers(found),
         repeat=_repeat(found),
-        origin=as_footer(found.provenance),
-        json=_data(found),
     )
-
-
-def _data(found: Certified) -> str:
-    """Return the certificate as JSON for a script element, which no text in it can end."""
-    text = plain_json(
-        json.dumps(plain_certificate(found), ensure_ascii=False, separators=(",", ":"))
+    return write_document(
+        f"Certificate of {found.function}",
+        PICTURES + AUDIT_STYLE + certify_map.MAP_STYLE + STYLE,
+        body,
+        found.provenance,
+        write_data("certificate", record),
     )
-    for character in "<>&":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return text
 
 
 def _about(found: Certified) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from isobit.foundation.records import Provenance
-from isobit.report.markup import FOOTER_STYLE, as_footer, escape
+from isobit.report.markup import escape
+from isobit.report.pages import BASE_STYLE, write_document
 
 CLASSES = ("semantics", "weights", "numerics", "undetermined")
 REMEDIES = {
@@ -115,26 +116,16 @@ class RolloutReport:
         )
 
 
-PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>{title}</title><style>
-:root{{color-scheme:light dark;--good:#237a4b;--bad:#b3261e;--mute:#6b7280}}
-@media (prefers-color-scheme:dark){{:root{{--good:#5cc08a;--bad:#f2837b;--mute:#9aa3b2}}}}
-body{{font:15px/1.5 ui-sans-serif,system-ui,sans-serif;max-width:980px;margin:2rem auto;padding:0 1rem}}
-h1{{font-size:1.5rem;margin-bottom:.2rem}}h2{{font-size:1.1rem;margin:2rem 0 .5rem}}.verdict{{font-size:1.1rem}}
-table{{border-collapse:collapse;width:100%}}td,th{{text-align:left;padding:.35rem .8rem .35rem 0;vertical-align:top;
-border-bottom:1px solid #8884;overflow-wrap:anywhere}}th{{font-weight:500;color:var(--mute)}}
-.good{{color:var(--good)}}.bad{{color:var(--bad)}}.mute{{color:var(--mute)}}.wide{{overflow-x:auto}}
-.steps{{display:grid;grid-template-columns:repeat(auto-fit,minmax(180px,1fr));gap:.7rem;padding:0;list-style:none}}
-.steps li{{border:1px solid #8884;border-left:4px solid currentColor;border-radius:8px;padding:.5rem .8rem}}
-.steps b{{display:block}}.steps span{{color:CanvasText}}
-code{{font:13px ui-monospace,Menlo,Consolas,monospace}}td.number{{text-align:right;font-variant-numeric:tabular-nums}}
-{footer_style}</style>
-<h1>{title}</h1><p class="verdict {tone}">{verdict}</p>
+STYLE = """
+.steps{display:grid;grid-template-columns:repeat(auto-fit,minmax(180px,1fr));gap:.7rem;padding:0;list-style:none}
+.steps li{border:1px solid #8884;border-left:4px solid currentColor;border-radius:8px;padding:.5rem .8rem}
+.steps b{display:block}.steps span{color:CanvasText}td.number{text-align:right}
+"""
+BODY = """<p class="verdict {tone}">{verdict}</p>
 <ol class="steps">{steps}</ol>
 <h2>What differs</h2>{findings}
 <h2>Metrics</h2><p class="mute">Under the names that RL frameworks log.</p><div class="wide">{metrics}</div>
-{notes}{origin}</html>
-"""
+{notes}"""
 QUESTIONS = {
     "semantics": "Do both sides compute the same quantity? Ids, shift, mask, positions, temperature, truncation, "
     "normaliser.",
@@ -148,16 +139,19 @@ def write_rollout_page(
 ) -> str:
     """Return the page of one comparison; `names` are those of rollout and trainer."""
     notes = "".join(f"<li>{escape(note)}" for note in found.notes)
-    return PAGE.format(
-        title=escape(f"Rollout {names[0]} and trainer {names[1]}"),
+    body = BODY.format(
         tone=("good", "bad", "mute")[found.exit_code],
         verdict=escape(found.sentence),
         steps="".join(write_step(found, cause) for cause in QUESTIONS),
         findings=write_findings(found.findings),
         metrics=write_metrics(found.metrics),
         notes=f"<h2>Notes</h2><ul>{notes}</ul>" if notes else "",
-        origin=as_footer(origin),
-        footer_style=FOOTER_STYLE,
+    )
+    return write_document(
+        f"Rollout {names[0]} and trainer {names[1]}",
+        BASE_STYLE + STYLE,
+        body,
+        origin,
     )
 
 

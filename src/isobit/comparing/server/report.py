@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from isobit.foundation.records import Provenance, to_json
-from isobit.report.markup import FOOTER_STYLE, as_footer, escape, tone_of
-from isobit.report.pages import AUDIT_STYLE
+from isobit.report.markup import escape, tone_of
+from isobit.report.pages import AUDIT_STYLE, write_data, write_document
 
 AXES = {
     "repeats": "the same request again, alone",
@@ -125,18 +125,13 @@ class ServerAudit:
         return f"{'; '.join(words)}: {counts}"
 
 
-PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>{title}</title><style>{style}</style>
-<h1>{title}</h1><p class="soft">{about}</p>
+BODY = """<p class="soft">{about}</p>
 <p class="conclusion {tone}">{conclusion}</p>
 <h2>What differs</h2>{table}
 <h2>Which prompts</h2>{grid}
 <h2>First differences</h2>{firsts}
 <h2>What was compared</h2>{compared}
-{repeat}{origin}
-<script type="application/json" id="audit">{json}</script>
-</html>
-"""
+{repeat}"""
 GRID_STYLE = (
     ".grid td,.grid th{padding:.12rem .2rem;text-align:center;border:0}.grid th:first-child{text-align:left}"
     ".grid td i{display:block;width:1.3rem;height:1.3rem;border-radius:3px;background:var(--line)}"
@@ -146,13 +141,8 @@ GRID_STYLE = (
 
 def write_server_page(found: ServerAudit) -> str:
     """Return the page of one audit. Its `<script id="audit">` is data: the record as JSON."""
-    data = to_json(found)
-    for character in "<>&":
-        data = data.replace(character, f"\\u{ord(character):04x}")
     command = found.provenance.command if found.provenance else ""
-    return PAGE.format(
-        title=escape(f"Audit of {found.model}"),
-        style=AUDIT_STYLE + GRID_STYLE + FOOTER_STYLE,
+    body = BODY.format(
         about=escape(
             f"{found.server}; {found.prompts} prompts, {found.tokens} tokens each; every answer against that of the "
             "same prompt alone"
@@ -164,8 +154,13 @@ def write_server_page(found: ServerAudit) -> str:
         firsts=write_firsts(found),
         compared="".join(f"<p>{escape(line)}</p>" for line in (found.compared, *found.notes)),
         repeat=f"<h2>Repeat it</h2><pre>{escape(command)}</pre>" if command else "",
-        origin=as_footer(found.provenance),
-        json=data,
+    )
+    return write_document(
+        f"Audit of {found.model}",
+        AUDIT_STYLE + GRID_STYLE,
+        body,
+        found.provenance,
+        write_data("audit", to_json(found)),
     )
 
 

@@ -11,7 +11,8 @@ from textwrap import wrap
 from typing import Any
 
 from isobit.foundation.records import Provenance
-from isobit.report.markup import FOOTER_STYLE, Canvas, as_footer, escape
+from isobit.report.markup import Canvas, escape
+from isobit.report.pages import BASE_STYLE, write_document
 
 # A picture of a run's log: the curves by step, and a mark at every finding.
 
@@ -177,21 +178,11 @@ def thinned(points: Sequence[Point]) -> list[Point]:
     return out
 
 
-PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>{title}</title><style>
-:root{{color-scheme:light dark;--good:#237a4b;--bad:#b3261e;--warn:#a1470c;--mute:#6b7280}}
-@media (prefers-color-scheme:dark){{:root{{--good:#5cc08a;--bad:#f2837b;--warn:#f08a4b;--mute:#9aa3b2}}}}
-body{{font:15px/1.5 ui-sans-serif,system-ui,sans-serif;max-width:980px;margin:2rem auto;padding:0 1rem}}
-h1{{font-size:1.5rem;margin-bottom:.2rem}}h2{{font-size:1.1rem;margin:2rem 0 .5rem;overflow-wrap:anywhere}}
-table{{border-collapse:collapse;width:100%}}td,th{{text-align:left;padding:.35rem .8rem .35rem 0;vertical-align:top;
-border-bottom:1px solid #8884;overflow-wrap:break-word}}th{{font-weight:500;color:var(--mute);white-space:nowrap}}
-.good{{color:var(--good)}}.bad{{color:var(--bad)}}.warn{{color:var(--warn)}}.mute{{color:var(--mute)}}
-.wide{{overflow-x:auto}}.wide svg{{max-width:100%;height:auto}}td.number{{font-variant-numeric:tabular-nums}}
-td:nth-child(n+5){{min-width:14rem}}
-code{{font:13px ui-monospace,Menlo,Consolas,monospace;white-space:nowrap}}
-{footer_style}</style>
-<h1>{title}</h1>{sections}{origin}</html>
+STYLE = """
+th{white-space:nowrap}td{overflow-wrap:break-word}td:nth-child(n+5){min-width:14rem}code{white-space:nowrap}
+.wide svg{max-width:100%;height:auto}
 """
+BODY = """{sections}"""
 TONES = {"error": "bad", "warning": "warn"}
 
 
@@ -226,11 +217,14 @@ def write_run_page(
         sections: What was judged, one after the other.
         origin: Where the page comes from.
     """
-    return PAGE.format(
-        title=escape(title),
+    body = BODY.format(
         sections="".join(map(write_section, sections)),
-        origin=as_footer(origin),
-        footer_style=FOOTER_STYLE,
+    )
+    return write_document(
+        title,
+        BASE_STYLE + STYLE,
+        body,
+        origin,
     )
 
 

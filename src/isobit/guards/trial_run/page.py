@@ -6,30 +6,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from isobit.foundation.records import Provenance
-from isobit.report.markup import FOOTER_STYLE, as_footer, escape
+from isobit.report.markup import escape
+from isobit.report.pages import BASE_STYLE, write_document
 
-PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>{title}</title><style>
-:root{{color-scheme:light dark;--good:#237a4b;--bad:#b3261e;--warn:#a1470c;--mute:#6b7280}}
-@media (prefers-color-scheme:dark){{:root{{--good:#5cc08a;--bad:#f2837b;--warn:#f08a4b;--mute:#9aa3b2}}}}
-body{{font:15px/1.5 ui-sans-serif,system-ui,sans-serif;max-width:980px;margin:2rem auto;padding:0 1rem}}
-h1{{font-size:1.5rem;margin-bottom:.2rem}}h2{{font-size:1.1rem;margin:2rem 0 .5rem}}.verdict{{font-size:1.1rem}}
-table{{border-collapse:collapse;width:100%}}td,th{{text-align:left;padding:.35rem .8rem .35rem 0;vertical-align:top;
-border-bottom:1px solid #8884;white-space:nowrap}}th{{font-weight:500;color:var(--mute)}}
-.good{{color:var(--good)}}.bad{{color:var(--bad)}}.warn{{color:var(--warn)}}.mute{{color:var(--mute)}}
-td:last-child{{white-space:normal;overflow-wrap:anywhere;width:100%;min-width:14rem}}.wide{{overflow-x:auto}}
-code{{font:13px ui-monospace,Menlo,Consolas,monospace}}td.number{{width:auto;font-variant-numeric:tabular-nums}}
-@media (max-width:640px){{td:first-child{{white-space:normal}}.found tr:first-child{{display:none}}
-.found tr{{display:flex;flex-wrap:wrap;border-bottom:1px solid #8884}}.found td{{border:0;padding-bottom:.1rem}}
-.found td:last-child{{flex-basis:100%;min-width:0;padding-bottom:.35rem}}
-.found td.step:not(:empty)::before{{content:"step "}}
-.found td.ranks:not(:empty)::before{{content:"rank "}}}}
-{footer_style}</style>
-<h1>{title}</h1><p class="verdict {tone}">{verdict}</p>
+STYLE = """
+td,th{white-space:nowrap;overflow-wrap:normal}
+td:last-child{white-space:normal;overflow-wrap:anywhere;width:100%;min-width:14rem}td.number{width:auto}
+@media (max-width:640px){td:first-child{white-space:normal}.found tr:first-child{display:none}
+.found tr{display:flex;flex-wrap:wrap;border-bottom:1px solid #8884}.found td{border:0;padding-bottom:.1rem}
+.found td:last-child{flex-basis:100%;min-width:0;padding-bottom:.35rem}
+.found td.step:not(:empty)::before{content:"step "}
+.found td.ranks:not(:empty)::before{content:"rank "}}
+"""
+BODY = """<p class="verdict {tone}">{verdict}</p>
 <h2>What was found</h2>{findings}{notes}
 <h2>What was checked</h2><table>{checks}</table>
-{dtypes}{origin}</html>
-"""
+{dtypes}"""
 TONES = {"error": "bad", "warning": "warn"}
 
 
@@ -44,16 +36,19 @@ def write_preflight_page(
         origin: Where the page comes from.
     """
     findings, judged = report["findings"], report["judged"]
-    return PAGE.format(
-        title=escape(f"Preflight of {name}"),
+    body = BODY.format(
         tone="bad" if findings else "mute" if report["not_judged"] else "good",
         verdict=escape(headline(report)),
         findings=write_findings(findings),
         notes="".join(f"<p>{escape(note['message'])}</p>" for note in report.get("notes", ())),
         checks=write_checks(judged, report["not_judged"]),
         dtypes=write_dtypes(report["dtypes"]),
-        origin=as_footer(origin),
-        footer_style=FOOTER_STYLE,
+    )
+    return write_document(
+        f"Preflight of {name}",
+        BASE_STYLE + STYLE,
+        body,
+        origin,
     )
 
 
