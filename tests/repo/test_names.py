@@ -29,6 +29,13 @@ def test_file_names_explain_themselves():
     assert [p for p in FILES if p.stem in BANNED_STEMS] == []
 
 
+def test_names_of_test_files_are_unique():
+    """pytest imports tests by the name of their file: of two with one name, one is not collected."""
+    names = [p.name for p in (ROOT / "tests").rglob("test_*.py")]
+    assert len(names) > 200
+    assert {name for name in names if names.count(name) > 1} == set()
+
+
 @pytest.mark.parametrize("pattern", BANNED_TEXT)
 def test_banned_text(pattern):
     allowed = {THIS, "setup.py", "test_cli.py"}
