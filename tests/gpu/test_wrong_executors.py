@@ -19,7 +19,6 @@ from isobit.certifying.running.backends import MachineBackend
 from isobit.foundation import backends
 from isobit.ops.attesting import wide_values
 from isobit.ops.gpu import executors, ordered_rows
-from isobit.order.plan import Leaf
 from tests.gpu.operator_calls import Call, differences
 
 ROWS = wide_values((24, 1024), torch.float32, torch.Generator().manual_seed(3))
@@ -108,11 +107,10 @@ def test_fused_products_are_found():
 
 
 def test_leaves_of_another_length_are_found(monkeypatch):
-    right = ordered_rows.Leaves.of.__func__
-
-    def wrong(cls, segments, device):
-        joined = [(Leaf(s[0].start, sum(leaf.length for leaf in s), False),) for s in segments]
-        return right(cls, joined, device)
+    def wrong(cls, samples, device, apart=False):
+        runs = samples.segments
+        joined = [(run[0].start, sum(leaf.length for leaf in run)) for run in runs]
+        return cls(torch.tensor(joined), torch.arange(len(runs) + 1))
 
     monkeypatch.setattr(ordered_rows.Leaves, "of", classmethod(wrong))
     assert differences([NORM_OF_TOKENS], "interpreter", "sm_90") == [(0, 2)]
