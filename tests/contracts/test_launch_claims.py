@@ -56,7 +56,7 @@ def in_one_chain(x, weight, bias):
 
 
 def judge(subject, claim="DIM-002"):
-    contract = load_contract(library() / "dimension_independent/contract.yaml")
+    contract = load_contract(library() / "dimension_independent.contract.yaml")
     claims = tuple(c for c in contract.claims if c.id == claim)
     alone = replace(contract, claims=claims, subject=f"{HERE}:{subject}", operator="", output=())
     (record,) = verify_contract(alone, Options(trusted=("tests",)))

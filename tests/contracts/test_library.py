@@ -160,7 +160,7 @@ STOCK_BREAKS = {
     "silu": (ROOT / "examples/stock/silu.yaml", "", {"batch", "layout"}),
     "attention": (ROOT / "examples/stock/attention.yaml", "", {"decode-is-prefill"}),
     "softmax": (
-        library() / "softmax/contract.yaml",
+        library() / "softmax.contract.yaml",
         "stock",
         {"executors-agree", "refusals", "no-answer"},
     ),
@@ -186,7 +186,7 @@ def test_stock_breaks_what_it_is_known_to_break(name, monkeypatch, capsys):
 
 def test_stock_softmax_keeps_its_rows_apart():
     """As measured: a row's softmax does not depend on its batch. So claims are fair to stock."""
-    record = judge(library() / "softmax/contract.yaml", "stock")["rows"]
+    record = judge(library() / "softmax.contract.yaml", "stock")["rows"]
     assert record.verdict == "kept"
     assert record.compared > 1_000_000
 
@@ -210,7 +210,7 @@ def test_stock_linear_breaks_every_invariance(monkeypatch, capsys):
 @pytest.mark.parametrize("name", ["rows", "accuracy"])
 def test_ten_thousand_inputs_take_no_time(name):
     """At least 50,000 inputs a second at width 64 when idle; a fifth of that is asked for here."""
-    contract = load_contract(library() / "softmax/contract.yaml")
+    contract = load_contract(library() / "softmax.contract.yaml")
     claim = next(replace(c, inputs=("wide64",)) for c in contract.claims if c.id == name)
     bound = bind(contract, claim, Options(claim_seconds=60.0))
     rates = []

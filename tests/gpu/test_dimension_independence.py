@@ -89,7 +89,7 @@ def compiles_for_rows(x, weight, bias):
 
 @pytest.mark.parametrize("claim", ["made-for-the-shape", pytest.param("binaries", marks=full)])
 def test_the_contract_is_judged_on_compiled_kernels(claim):
-    contract = derive(load_contract(library() / "dimension_independent/contract.yaml")).contract
+    contract = derive(load_contract(library() / "dimension_independent.contract.yaml")).contract
     alone = replace(contract, claims=tuple(c for c in contract.claims if c.id == claim))
     with executing("machine", target="sm_90"):
         (record,) = verify_contract(alone, Options())
@@ -98,7 +98,7 @@ def test_the_contract_is_judged_on_compiled_kernels(claim):
 
 @full
 def test_a_binary_per_number_of_rows_is_found():
-    contract = derive(load_contract(library() / "dimension_independent/contract.yaml")).contract
+    contract = derive(load_contract(library() / "dimension_independent.contract.yaml")).contract
     alone = replace(
         contract,
         claims=tuple(c for c in contract.claims if c.id == "binaries"),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from isobit.library.adamw import stepped
 from isobit.library.embedding import Embedded
 from isobit.library.on_gpu.twins import function, source, twin
@@ -113,8 +111,8 @@ def all_rows(right: Any) -> Any:
 def one_segment(right: Any) -> Any:
     """Put all leaves of all samples into one segment, one leaf."""
 
-    def wrong(segments: Any, device: torch.device) -> Any:
-        tokens, leaf, segment = right(segments, device)
+    def wrong(samples: Any) -> Any:
+        tokens, leaf, segment = right(samples)
         return tokens, leaf * 0, segment * 0
 
     return wrong

@@ -71,10 +71,8 @@ def from_the_end(right: Any) -> Any:
 def leaves_of_memory(right: Any) -> Any:
     """Cut leaves where memory does, at every 16th row, instead of at the first token of a sample."""
 
-    def wrong(segments: Any, device: Any) -> Any:
-        return right(
-            [[piece for leaf in run for piece in pieces(leaf)] for run in segments], device
-        )
+    def wrong(samples: Any, apart: bool) -> Any:
+        return [[piece for leaf in run for piece in pieces(leaf)] for run in right(samples, apart)]
 
     return wrong
 
@@ -89,7 +87,7 @@ def pieces(leaf: Any) -> list[Any]:
 
 CHAIN = source(ROWS, *CHAINS)
 NARROW_ROWS = source(ROWS, (LEAF, f"{LEAF}{NARROW}"))
-AT_PADDING = function(f"{ROWS}:Leaves", "of", leaves_of_memory)
+AT_PADDING = function(ROWS, "segments_of", leaves_of_memory)
 
 rms_one_chain, layer_one_chain = twin(rms_norm, CHAIN), twin(layer_norm, CHAIN)
 rms_bf16_sums = twin(rms_norm, NARROW_ROWS)

@@ -147,7 +147,7 @@ def triton_embedding_weight_grad(
     if is_capturing():
         refuse_capture("the gradient of an embedding, whose sums depend on the ids")
     tokens, leaf, segment = kept(
-        ("tokens", samples.spans, samples.total),
+        (tokens_in_order, samples.spans, samples.total),
         device,
         lambda: tuple(part.to(device) for part in tokens_in_order(samples)),
     )

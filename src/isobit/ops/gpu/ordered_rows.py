@@ -26,11 +26,18 @@ from isobit.ops.gpu.elementary import round_once
 from isobit.ops.gpu.launching import run
 from isobit.ops.gpu.sums import merge_columns
 from isobit.ops.share import gradient_dtype
-from isobit.order.plan import FEATURE_CAP, SAMPLE_CAP, count_segments, cut_into_leaves
+from isobit.order.plan import FEATURE_CAP, SAMPLE_CAP, Segment, count_segments, cut_into_leaves
 from isobit.order.samples import Samples
 
 BLOCK, WARPS = 64, 4  # columns of a program
 WIDEST = 16  # rows that one program of merge_runs adds
+
+
+def segments_of(samples: Samples, apart: bool) -> tuple[Segment, ...]:
+    """Return the segments of samples, or every sample as one."""
+    if apart:
+        return tuple(cut_into_leaves(*span, False) for span in samples.spans)
+    return samples.segments
 
 
 @dataclass(frozen=True)
@@ -50,14 +57,12 @@ class Leaves:
         """Return the tables of the segments of samples, or of every sample apart."""
 
         def make() -> Leaves:
-            segments = samples.segments
-            if apart:
-                segments = tuple(cut_into_leaves(*span, False) for span in samples.spans)
+            segments = segments_of(samples, apart)
             leaves = [(leaf.start, leaf.length) for segment in segments for leaf in segment]
             bounds = list(accumulate((len(segment) for segment in segments), initial=0))
             return cls(copied(leaves, (-1, 2), device), copied(bounds, (-1,), device))
 
-        return kept((samples.spans, samples.total, apart), device, make)
+        return kept((segments_of, samples.spans, samples.total, apart), device, make)
 
     @property
     def count(self) -> int:
