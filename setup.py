@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -48,6 +49,10 @@ LINK = ["-shared", "-Wl,--as-needed", "-lc10", "-ltorch_cpu"]
 # CPU seconds that compiling all files took on a Sapphire Rapids class machine with g++ 12: an estimate for users.
 CORE_SECONDS = 200
 SECONDS_PER_LINE = 60  # of progress, at most
+# torch's headers, which most files include: half of the time is theirs, so they are compiled once for all of them. A
+# compiler that cannot use the result reads the headers again; the objects have the same bytes.
+COMMON = ("torch/library.h", "ATen/Parallel.h")
+FEW = 4  # files, for which this is not worth its time
 
 
 def native_sources() -> tuple[list[Path], list[Path]]:
@@ -128,6 +133,7 @@ class Compilation:
         self.compiler, self.version = find_compiler()
         self.torch = find_torch()
         self.objects, self.compile_flags, self.link_flags = objects, compile_flags, link_flags
+        self.common: Path | None = None
 
     def object_of(self, source: Path) -> Path:
         """Return where the object of a source file is kept."""
@@ -137,18 +143,30 @@ class Compilation:
 
     def compile_one(self, source: Path, target: Path) -> None:
         """Compile one file; raise RuntimeError with the compiler's first error line where it fails."""
-        includes = (
-            self.torch / "include",
-            self.torch / "include" / "torch" / "csrc" / "api" / "include",
-        )
-        # Error messages hold file names: they must not be those of the build machine.
-        maps = [f"-ffile-prefix-map={ROOT}/=", f"-ffile-prefix-map={self.torch.parent}/="]
+        text = "".join(p.read_text() for p in with_headers(source))
+        common = self.common if all(f"<{name}>" in text for name in COMMON) else None
         unfinished = target.with_suffix(".part.o")
         self.run(
-            [*self.compile_flags, *maps, *(f"-isystem{p}" for p in includes)],
+            self.words(),
+            [] if common is None else ["-include", str(common)],
             ["-c", str(source.relative_to(ROOT)), "-o", str(unfinished)],
         )
         unfinished.rename(target)
+
+    def words(self) -> list[str]:
+        """Return the options of every call of the compiler."""
+        include = self.torch / "include"
+        # Error messages hold file names: they must not be those of the build machine.
+        maps = [f"-ffile-prefix-map={ROOT}/=", f"-ffile-prefix-map={self.torch.parent}/="]
+        paths = [include, include / "torch" / "csrc" / "api" / "include"]
+        return [*self.compile_flags, *maps, *(f"-isystem{p}" for p in paths)]
+
+    def compile_common(self, folder: Path) -> None:
+        """Compile the headers that most files include."""
+        header = folder / "common.h"
+        header.write_text("".join(f"#include <{name}>\n" for name in COMMON))
+        self.run(self.words(), ["-x", "c++-header", str(header), "-o", f"{header}.gch"])
+        self.common = header
 
     def run(self, *words: list[str]) -> None:
         """Run the compiler in the root folder."""
@@ -175,7 +193,12 @@ class Compilation:
             f"this takes about {minutes(expected)} minutes where nothing else runs"
         )
         start = time.monotonic()
-        with ThreadPoolExecutor(jobs) as pool:
+        with (
+            tempfile.TemporaryDirectory(dir=self.objects) as folder,
+            ThreadPoolExecutor(jobs) as pool,
+        ):
+            if len(missing) > FEW:
+                self.compile_common(Path(folder))
             running = {pool.submit(self.compile_one, p, targets[p]): p for p in missing}
             self.follow(running, jobs, start)
         library.parent.mkdir(parents=True, exist_ok=True)

@@ -26,7 +26,24 @@ LONG = (
 )
 
 
+def take_part_of_sweeps(items):
+    """Mark all but n cases of a test as `full` if it is marked `sweep(n)`; those that stay are evenly apart."""
+    sweeps = {}
+    for item in items:
+        mark = item.get_closest_marker("sweep")
+        if mark and not item.get_closest_marker("full"):
+            cases = sweeps.setdefault((item.path, item.originalname), (mark.args[0], []))
+            cases[1].append(item)
+    for count, cases in sweeps.values():
+        kept = {at * len(cases) // count for at in range(count)}
+        for at, item in enumerate(cases):
+            if at not in kept:
+                item.add_marker("full")
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
+    take_part_of_sweeps(items)
     items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
 
 

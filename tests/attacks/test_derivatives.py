@@ -67,6 +67,7 @@ FORWARD = {
 
 @pytest.mark.parametrize("executor", ["native or portable", "portable"])
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.sweep(16)
 def test_a_tangent_is_refused_by_name(name, executor, monkeypatch):
     if executor == "portable":
         force_portable(monkeypatch)

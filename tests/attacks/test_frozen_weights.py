@@ -13,7 +13,7 @@ import torch
 
 import isobit
 from isobit import bits
-from isobit.nn.modules import read_weight
+from isobit.nn.linear import read_weight
 from isobit.ops import dispatch
 
 pytestmark = pytest.mark.skipif(not dispatch.has_native(), reason="no native kernels")
@@ -179,7 +179,7 @@ def test_a_write_through_an_alias_that_is_under_way_is_not_packed():
 def test_a_call_that_is_slow_keeps_the_memory_that_it_reads():
     module = layer()
     with isobit.freeze(module), torch.no_grad():
-        read = isobit.nn.modules.read_weight(module)
+        read = isobit.nn.linear.read_weight(module)
         before = read.weight.clone()
         for _ in range(3):  # writes, and calls of other threads, which drop older snapshots
             add(module.weight)

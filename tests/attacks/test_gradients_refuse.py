@@ -43,6 +43,7 @@ WRONG = {
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("reducer", REDUCERS)
 @pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.sweep(20)
 def test_refused_at_every_micro_batch_and_the_next_step_is_right(wrong, reducer, dtype):
     ranks, micro_batches, wrap, order = REDUCERS[reducer]
 

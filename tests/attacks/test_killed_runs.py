@@ -78,6 +78,7 @@ PLACES = [
 
 
 @pytest.mark.parametrize(("ranks", "micro_batches", "place"), PLACES)
+@pytest.mark.sweep(1)
 def test_a_killed_run_resumes_at_another_layout(tmp_path, whole, ranks, micro_batches, place):
     codes, newest = run_and_kill(tmp_path, ranks, micro_batches, place)
     assert -signal.SIGKILL in codes

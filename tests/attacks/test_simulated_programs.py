@@ -204,6 +204,7 @@ def test_right_program_returns_what_it_should(name):
 
 
 @pytest.mark.parametrize("name", WRONG)
+@pytest.mark.sweep(1)
 def test_wrong_program_is_found_with_every_seed(name):
     for seed in SEEDS:
         with pytest.raises(SimulationError) as caught:

@@ -84,6 +84,7 @@ WAYS = [with_flushing_caller, with_flushing_workers]
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("executor", ["native or portable", "portable"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.sweep(4)
 def test_operators_keep_subnormals(dtype, executor, way, monkeypatch):
     if executor == "portable":
         force_portable(monkeypatch)

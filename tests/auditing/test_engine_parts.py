@@ -134,6 +134,7 @@ def test_kept_results_are_played_back():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("lengths", [(11, 8, 9), (9, 7, 5, 6), (11, 8, 9, 6, 5)])
+@pytest.mark.sweep(3)
 def test_gradients_of_isobit_do_not_depend_on_the_batch(lengths, dtype):
     model = isobit.enable(build_model("llama-tiny", dtype))
     inputs = text(model.config.vocab_size, lengths)

@@ -83,6 +83,7 @@ def test_nothing_is_named_in_its_twin(plant):
     CLEAN,
     ids=[f"{c.name}-{a}{'-backward' * b}" for c, a, b in CLEAN],
 )
+@pytest.mark.sweep(20)
 def test_clean_models_are_silent(clean, axis, backward):
     model, inputs = clean.build()
     report = isobit.audit(model, inputs, vary=(axis,), backward=backward)

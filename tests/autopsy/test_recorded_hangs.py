@@ -11,6 +11,7 @@ def test_there_are_enough():
 
 
 @pytest.mark.parametrize("case", HANGS.values(), ids=lambda case: case.name)
+@pytest.mark.sweep(15)
 def test_ranks_and_call_are_named(case, tmp_path):
     record(case, tmp_path)
     found = examine(tmp_path).finding
@@ -19,6 +20,7 @@ def test_ranks_and_call_are_named(case, tmp_path):
 
 
 @pytest.mark.parametrize("case", HANGS.values(), ids=lambda case: case.name)
+@pytest.mark.sweep(15)
 def test_right_twin_shows_no_hang(case, tmp_path):
     assert record(case, tmp_path, planted=False) is None
     autopsy = examine(tmp_path)

@@ -92,6 +92,7 @@ def tile(rows):
         (right_kernels.gate_and_up, (1 << 24) - 1),
     ],
 )
+@pytest.mark.sweep(2)
 def test_right_kernels_earn_it_up_to_the_overflow_of_their_indices(function, most):
     found = follow(function)
     assert found.why == ""
@@ -235,6 +236,7 @@ def leaves_early(x, out, rows, N: tl.constexpr, TILE: tl.constexpr):
         (right_kernels.block_table, "has integers"),
     ],
 )
+@pytest.mark.sweep(5)
 def test_whatever_else_depends_on_the_rows_is_a_reason(function, said):
     found = follow(function)
     assert found.most == 0

@@ -81,12 +81,14 @@ def certify(function, rows, **given):
 @pytest.mark.parametrize(
     ("function", "rows", "code", "said"), QUICK, ids=lambda one: getattr(one, "__name__", None)
 )
+@pytest.mark.sweep(5)
 def test_one_kernel_of_each_cause_gets_no_certificate(function, rows, code, said):
     found = certify(function, rows)
     assert found.exit_code == code, str(found)
     assert said in " ".join(str(found).split())
 
 
+@pytest.mark.full
 def test_a_plan_that_the_first_call_chose_is_found_in_a_process_without_threads():
     program = (
         "import isobit\nfrom tests.certifying.wrong_launches import cached_plan\n"
@@ -167,6 +169,7 @@ SLOW_TO_REPEAT = {"weight_from_outside", "rounded_in_torch", "one_scale", "scatt
         for one, rows in RIGHT
     ],
 )
+@pytest.mark.sweep(3)
 def test_right_twins_are_kept(function, rows):
     found = certify(function, rows)
     assert found.kept, str(found)
@@ -180,6 +183,7 @@ def scan(function, rows=None):
 @pytest.mark.parametrize(
     "threshold", [131, 150, 255, 400, 1000, 2048, 5000, 16_384, 32_767, 59_000]
 )
+@pytest.mark.sweep(3)
 def test_thresholds_between_131_and_60_000_rows_are_named(threshold):
     found = scan(more_wrong_kernels.warps_above(threshold))
     assert found.unjudged
@@ -200,6 +204,7 @@ def test_thresholds_between_131_and_60_000_rows_are_named(threshold):
         (right_kernels.gate_and_up, ""),
     ],
 )
+@pytest.mark.sweep(3)
 def test_a_scan_names_what_other_row_counts_launch(function, said):
     found = scan(function)
     assert len(found.counts) > 40
@@ -207,6 +212,7 @@ def test_a_scan_names_what_other_row_counts_launch(function, said):
     assert bool(said) == bool(found.unjudged)
 
 
+@pytest.mark.full
 def test_row_counts_that_launch_something_else_are_executed_if_nobody_chose():
     found = isobit.certify(wrong_launches.split_k_at_200, targets=("sm_90",))
     assert found.exit_code == 1

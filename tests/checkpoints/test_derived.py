@@ -453,6 +453,7 @@ METHODS = ("linear", "task_arithmetic", "ties", "dare_linear", "dare_ties")
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.sweep(4)
 def test_merged_checkpoints_are_as_stated(tmp_path, sources, method, dtype):
     file = config(
         tmp_path / "m.yaml", method, MODELS, dtype=str(dtype)[6:], base=method != "linear"

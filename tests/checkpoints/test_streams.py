@@ -118,6 +118,7 @@ def cuts_of(draw, shape):
 
 
 @pytest.mark.parametrize("block", [4, 16, 64, 1 << 20])
+@pytest.mark.sweep(2)
 def test_chunks_of_every_grid_are_read_as_the_whole(block, tmp_path, small_blocks, monkeypatch):
     """Rows smaller and larger than a block; one bit that differs is found at its index."""
     monkeypatch.setattr(streams, "BLOCK", block)
@@ -169,6 +170,7 @@ def columns(folder, whole):
 @pytest.mark.parametrize("rows", [0, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
 @pytest.mark.parametrize("shards", [None, halves, columns])
+@pytest.mark.sweep(2)
 def test_memory_does_not_grow_with_tensors(shards, dtype, rows, tmp_path):
     """Neither with the number of rows of 4 KiB, nor, of 4 rows, with their size."""
     peaks = []

@@ -33,6 +33,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("example", CASES)
+@pytest.mark.sweep(2)
 def test_verdicts(example):
     found = verdicts.certify(example, quick=True)
     assert found.exit_code == example.exit_code, str(found)

@@ -36,6 +36,7 @@ def outcomes_of(found):
         careless.asks_the_card,
     ],
 )
+@pytest.mark.sweep(5)
 def test_unusual_but_right_functions_are_kept(function):
     found = certify(function)
     assert found.kept, str(found)

@@ -47,6 +47,7 @@ def diamond(tmp_path, steady):
 
 
 @pytest.mark.parametrize("id", DIAMOND)
+@pytest.mark.sweep(2)
 def test_a_change_of_text_changes_exactly_the_dependents(diamond, id):
     before = digests(diamond)
     assert len(set(before.values())) == len(DIAMOND)
@@ -196,6 +197,7 @@ def stale(folder) -> list[str]:
 
 @pytest.mark.parametrize("verdict", ["kept", "broken"])
 @pytest.mark.parametrize("id", DIAMOND)
+@pytest.mark.sweep(4)
 def test_exactly_the_dependents_are_stale_after_a_change(diamond, id, verdict):
     assert stale(diamond) == [*"abcdez"]
     settle(Workspace([diamond]), verdict)

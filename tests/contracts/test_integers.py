@@ -160,6 +160,7 @@ def no_cube_is_two_by_a_branch(a, b, c):
 
 
 @pytest.mark.parametrize("predicate", [no_cube_is_two, no_cube_is_two_by_a_branch])
+@pytest.mark.sweep(1)
 def test_unknown_is_no_proof(predicate):
     """No two cubes add up to a cube: true, and beyond the solver; also where it decides whether a branch is entered."""
     found = prove(predicate, dict.fromkeys("abc", POSITIVE), seconds=3.0)

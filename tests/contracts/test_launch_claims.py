@@ -86,6 +86,7 @@ def test_right_launches_are_kept_and_each_plant_is_caught():
     assert "isobit.library.linear.planted:sizes_exchanged" in caught
 
 
+@pytest.mark.full
 def test_a_kernel_made_for_the_shape_has_the_bits_of_the_operator():
     assert judge("right", "made-for-the-shape").verdict == "kept"
     broken = judge("in_one_chain", "made-for-the-shape")

@@ -59,6 +59,7 @@ def claims_of(capsys, monkeypatch, tmp_path, code, like):
         ("tools_here.py:scaled_mm_of_the_tensor", "quantize_fp8", {"fine-steps-fp8", "rows-fp8"}),
     ],
 )
+@pytest.mark.sweep(4)
 def test_tools_are_judged(capsys, monkeypatch, tmp_path, code, like, broken):
     exit_code, found = claims_of(capsys, monkeypatch, tmp_path, code, like)
     assert {claim for claim, verdict in found.items() if verdict != "kept"} == broken, found

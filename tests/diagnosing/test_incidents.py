@@ -175,6 +175,7 @@ INCIDENTS = {
 
 
 @pytest.mark.parametrize("name", INCIDENTS)
+@pytest.mark.sweep(6)
 def test_an_incident_and_its_right_twin(name, tmp_path):
     happen, granularity, extent, when, rule = INCIDENTS[name]
     wrong, right = tmp_path / "wrong", tmp_path / "right"

@@ -103,6 +103,7 @@ print(x.tolist())
 """
 
 
+@pytest.mark.full
 def test_seeds_in_processes_are_those_of_one(tmp_path, capsys):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

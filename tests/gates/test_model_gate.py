@@ -60,6 +60,7 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.__name__)
+@pytest.mark.sweep(3)
 def test_a_planted_operator_turns_the_gate_red(planted):
     quantity, named = PLANTED[planted]
     broken = [row for row in planted(torch.zeros(1)).rows if not row.kept]

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from isobit.integrations.transformers import refusals
-from isobit.ops import dispatch
+from isobit.ops import device_tables, dispatch
 from isobit.ops.linear.op import linear_fp32
 
 CARD = torch.device("cuda", 0)
@@ -178,9 +178,11 @@ def on_card():
     operators.clear()
     overwrite = torch.__future__.set_overwrite_module_params_on_conversion
     overwrite(True)  # to C++ both are CPU tensors, so Module.to would keep the old ones
+    # Tables of one stand-in are none of another, whose class may be another one of the same name.
+    tables = mock.patch.dict(device_tables._made, clear=True)
     # enable refuses subclasses of tensors, whose operators are their own.
     try:
-        with mock.patch.object(refusals, "check_parameters"), OnCard():
+        with tables, mock.patch.object(refusals, "check_parameters"), OnCard():
             yield
     finally:
         overwrite(False)

@@ -147,6 +147,7 @@ def test_a_wrong_backward_is_seen(monkeypatch, part):
 
 
 @pytest.mark.parametrize("part", planted_attention.MASKS)
+@pytest.mark.sweep(3)
 def test_a_wrong_mask_or_cap_is_seen(monkeypatch, part):
     how, module, name, wrong = planted_attention.MASKS[part]
     q, k, v = problem(70, 70, heads=1)

@@ -129,6 +129,7 @@ SPECIAL = (torch.nan, torch.inf, -torch.inf, 2.0**-149, -(2.0**-140), 0.0, -0.0,
 
 
 @pytest.mark.parametrize("where", ["q", "k", "v"])
+@pytest.mark.sweep(1)
 def test_special_values_stay_with_the_queries_that_see_them(where):
     """A value that is not finite reaches the queries that see its key, and no other."""
     q, k, v = problem(70, 70)
@@ -202,6 +203,7 @@ def test_split_keys_in_16_bits(small_chunks, dtype):
 
 @pytest.mark.parametrize("dtype", mostly_full(DTYPES, DTYPES[:2]))
 @pytest.mark.parametrize("how", [{}, {"softcap": 1.5, "chunk_size": 70}], ids=str)
+@pytest.mark.sweep(2)
 def test_a_cache_decodes_the_bits_of_a_prefill(small_chunks, dtype, how):
     q, k, v = problem(200, 200, dtype=dtype)
     cache = isobit.KVCache(1, 16, dtype, pages=1)
@@ -229,6 +231,7 @@ def test_a_cache_decodes_the_bits_of_a_prefill(small_chunks, dtype, how):
         ({"heads": 1, "key_heads": 1}, {"is_causal": True, "window": 30}),
     ],
 )
+@pytest.mark.sweep(2)
 def test_fp32_gradients_are_the_cpu(sizes, how):
     q, k, v = problem(140, 140, **sizes)
     grad = draw(*q.shape, seed=9)

@@ -144,6 +144,7 @@ def test_every_planted_subject_resolves(backend):
 
 
 @pytest.mark.parametrize("name", QUICK)
+@pytest.mark.sweep(4)
 def test_claims_are_kept_and_sabotage_is_caught(backend, name):
     records = judged(backend.tree.load(name), *QUICK[name])
     assert {r.claim: r.verdict for r in records} == dict.fromkeys(QUICK[name], "kept")

@@ -64,6 +64,7 @@ def test_products_have_no_races(target, rows):
 
 
 @pytest.mark.parametrize("use", ["many queries", "gradient"])
+@pytest.mark.sweep(1)
 def test_stages_that_are_not_shipped_are_refused(use, monkeypatch):
     monkeypatch.setitem(tiles.TILES, (use, torch.bfloat16, "sm_100"), tiles.HeadTile(64, 8, 2))
     with pytest.raises(RaceError, match=r"fence\.proxy\.async|waited for"):

@@ -70,6 +70,7 @@ def test_spills_of_amd_code_are_read():
 
 
 @pytest.mark.parametrize(("stages", "spills"), [(2, False), (3, True)])
+@pytest.mark.sweep(1)
 def test_the_tile_of_many_rows_does_not_spill(stages, spills, monkeypatch):
     """On sm_90 the counter has no register left for a third stage."""
     given = [empty(n, 4096, dtype=BF16).detach() for n in (512, 4096)]

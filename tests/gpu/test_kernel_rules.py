@@ -63,6 +63,7 @@ def read(calls, target):
 
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize("at", mostly_full([0, 1], [0]))
+@pytest.mark.sweep(8)
 def test_ptx_keeps_the_rules(name, at):
     backend = read(SMALL[name](DTYPES[at]), TARGETS[2 * at])
     assert len(backend.read) >= 2

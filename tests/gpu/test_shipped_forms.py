@@ -80,11 +80,14 @@ def test_a_form_that_is_left_out_is_seen(monkeypatch):
 
 
 def test_the_number_of_kernels_to_compile(monkeypatch):
-    """A process that uses every operator in bf16 and fp32 compiled 159 before products had their own tiles."""
+    """A process that trains a dense model in bf16 and fp32 compiled 159 before products had their own tiles."""
+    others = {"causal_conv", "delta_rule", "distillation", "experts"}
+    dense = [one for one in OPERATORS if one not in others]
+    assert len(dense) == len(OPERATORS) - len(others)
     kernels = {
         one.key
         for dtype in (BF16, torch.float32)
-        for one in attested("sm_90", dtype, OPERATORS, monkeypatch)
+        for one in attested("sm_90", dtype, dense, monkeypatch)
     }
     assert 100 < len(kernels) < 175  # operators come and go; each adds a few
 

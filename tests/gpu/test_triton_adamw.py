@@ -219,6 +219,7 @@ def test_a_wrong_kernel_is_not_attested():
     assert (found.kept, "AdamW's step" in found.detail) == (False, True)
 
 
+@pytest.mark.full
 def test_digits_of_the_norm_are_attested():
     with isobit.certifying.executing("interpreter"):
         found = attest_operator("exact_sum", torch.bfloat16, torch.device("cpu"))

@@ -87,12 +87,14 @@ def same(left, right):
 
 # ---- bits ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("direction", "kind"), CASES)
+@pytest.mark.sweep(4)
 def test_fp32_has_the_bits_of_the_cpu(direction, kind):
     given = problem(5, 37, kind)
     assert same(run(given, direction, [2, 3]), results(*given, direction, [2, 3]))
 
 
 @pytest.mark.parametrize("case", mostly_full(CASES, [CASES[0], CASES[-1]]), ids=str)
+@pytest.mark.sweep(1)
 def test_two_segments_of_words_have_the_bits_of_the_cpu(case):
     direction, kind = case
     given = problem(3, 1026, kind)
@@ -100,6 +102,7 @@ def test_two_segments_of_words_have_the_bits_of_the_cpu(case):
 
 
 @pytest.mark.parametrize("direction", portable.DIRECTIONS)
+@pytest.mark.sweep(1)
 def test_hard_values(direction):
     hidden, weight, (other, head), targets = problem(9, 37)
     hidden[1, 3], hidden[2, 2], hidden[3], other[4] = torch.nan, torch.inf, -0.0, -0.0
@@ -160,6 +163,7 @@ def test_16_bits_have_the_bits_of_the_plan(direction):
 @pytest.mark.parametrize(
     "case", mostly_full(CASES, [("jsd", "live"), ("reverse", "words")]), ids=str
 )
+@pytest.mark.sweep(1)
 def test_compiled_code(case):
     direction, kind = case
     given = problem(3, 34, kind)
@@ -199,6 +203,7 @@ def test_a_teacher_in_another_dtype():
 
 # ---- chunks and batches -------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sweep(1)
 def test_logits_of_the_whole_batch_never_exist(monkeypatch, kind):
     given = problem(6, 60, kind)
     expected, sizes, launch = results(*given, "jsd", [2, 4]), [], executor.run
@@ -235,6 +240,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
+@pytest.mark.sweep(3)
 def test_a_wrong_kernel_is_caught(name):
     direction, old, new = WRONG[name]
     given = problem(5, 37, "words" if "known" in name else "live")

@@ -22,11 +22,13 @@ of_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["f32", "bf16", "f16"])
 
 @pytest.mark.parametrize("name", ODD)
 @pytest.mark.parametrize("dtype", mostly_full(DTYPES, DTYPES[:2]), ids=["f32", "bf16", "f16"])
+@pytest.mark.sweep(12)
 def test_interpreted_bits_are_those_of_the_cpu(name, dtype):
     assert differences(ODD[name](dtype), "interpreter", "sm_90") == []
 
 
 @pytest.mark.parametrize("name", SMALL)
+@pytest.mark.sweep(8)
 def test_compiled_bits_are_those_of_the_cpu(name):
     """One dtype and one target; the full run has all."""
     assert differences(SMALL[name](torch.bfloat16), "machine", "sm_90") == []

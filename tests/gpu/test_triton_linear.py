@@ -188,6 +188,7 @@ def test_fp32_has_the_bits_of_the_cpu(shape):
 
 
 @pytest.mark.parametrize("many", [1, 128])
+@pytest.mark.sweep(1)
 def test_hard_values_in_fp32(many, monkeypatch):
     by_rows(monkeypatch, many)
     x, weight, bias = linear_inputs(F32, 8, 5, 1024).values()
@@ -226,6 +227,7 @@ def test_a_row_does_not_depend_on_its_batch(many, monkeypatch):
     assert isobit.bits.equal(whole, torch.cat(alone))
 
 
+@pytest.mark.full
 def test_more_tiles_than_one_launch_has_memory_for(monkeypatch):
     given = linear_inputs(F32, 5, 70, 1024).values()
     expected = all_results(*given, isobit.Samples.packed([2, 3]))

@@ -97,6 +97,7 @@ def same(left, right):
     ("tokens", "width", "words", "lengths"),
     [(6, 48, 30, [2, 4]), (5, 20, 1026, None), (3, 514, 5, [3, 0]), (2, 3, 1, None)],
 )
+@pytest.mark.sweep(2)
 def test_fp32_has_the_bits_of_the_cpu(tokens, width, words, lengths):
     given = (*problem(F32, tokens, width, words), lengths)
     assert same(results(*given), run("interpreter", "sm_90", *given))
@@ -104,6 +105,7 @@ def test_fp32_has_the_bits_of_the_cpu(tokens, width, words, lengths):
 
 @pytest.mark.parametrize("target", mostly_full(["sm_80", "sm_90"], ["sm_90"]))
 @pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.sweep(1)
 def test_16_bits_have_the_bits_of_the_plan(dtype, target):
     given = (*problem(dtype, 6, 40, 520), [2, 4])
     assert same(planned(target, *given), run("interpreter", target, *given))
@@ -131,6 +133,7 @@ def test_compiled_code(dtype, target):
 
 
 @pytest.mark.parametrize("cap", [30.0, 0.9])
+@pytest.mark.sweep(1)
 def test_a_soft_cap_has_the_bits_of_the_cpu(cap):
     given = (*problem(F32, 5, 20, 530), [2, 3], cap)
     assert same(results(*given), run("interpreter", "sm_90", *given))

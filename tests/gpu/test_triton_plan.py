@@ -136,6 +136,7 @@ CASES = {
 @pytest.mark.parametrize(
     ("name", "dtype"), list(zip(CASES, ["f32", "bf16", "f16", "bf16", "f32"], strict=True))
 )
+@pytest.mark.sweep(2)
 def test_names_are_those_of_the_plan(name, dtype):
     found = CASES[name](dtype, "sm_90")
     assert len(found) >= 1

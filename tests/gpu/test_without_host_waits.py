@@ -212,6 +212,30 @@ def test_threads_make_the_same_tables():
     assert all(isobit.bits.equal(one, known) for one in found)
 
 
+class Stream:
+    """A stand-in for a stream, which writes down what it was told."""
+
+    def __init__(self):
+        self.waited_for = []
+
+    def record_event(self):
+        return self
+
+    def wait_event(self, event):
+        self.waited_for.append(event)
+
+
+def test_another_stream_waits_for_the_copy_of_a_table(monkeypatch):
+    one, other = Stream(), Stream()
+    monkeypatch.setattr(device_tables, "_made", {})
+    monkeypatch.setattr(device_tables, "_is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    for stream in (one, one, other):
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _, stream=stream: stream)
+        assert device_tables.kept("lengths", torch.device("cuda"), lambda: 7) == 7
+    assert (one.waited_for, other.waited_for) == ([], [one])
+
+
 def test_the_number_of_tables_is_bounded(monkeypatch):
     monkeypatch.setattr(device_tables, "_made", {})
     monkeypatch.setattr(device_tables, "MOST", 8)

@@ -339,6 +339,7 @@ def test_the_outermost_value_counts():
     assert read_counts({"a": {"epochs": 1}, "b": {"epochs": 2}}) == {"epochs": 1}
 
 
+@pytest.mark.full
 def test_a_script_whose_configured_steps_cannot_be_judged_exits_2(tmp_path):
     (tmp_path / "train.py").write_text(
         "import torch\nmodel = torch.nn.Linear(8, 1)\n"

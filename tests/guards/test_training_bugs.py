@@ -15,6 +15,7 @@ def test_the_catalogue_is_whole():
 
 
 @pytest.mark.parametrize("name", CATALOGUE)
+@pytest.mark.sweep(10)
 def test_a_known_bug(name):
     bug = CATALOGUE[name]
     found = bug.look(True)

@@ -45,6 +45,7 @@ def test_right_scripts_are_clean(script, ranks):
 
 
 @pytest.mark.parametrize("name", mostly_full(CASES, QUICK_CASES))
+@pytest.mark.sweep(4)
 def test_a_planted_fault_has_one_row(tmp_path, name):
     fault, ranks = CASES[name]
     need(fault.script)

@@ -59,6 +59,7 @@ def stock_model(family, more):
 
 
 @pytest.mark.parametrize("family", STOCK)
+@pytest.mark.sweep(2)
 def test_an_audit_of_a_stock_model_is_complete_on_every_axis(family):
     """Also where a cache drops the keys before its window."""
     report = isobit.audit(*stock_model(family, STOCK[family]), vary=EVERY_AXIS)

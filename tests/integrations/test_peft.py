@@ -79,6 +79,7 @@ def judge(model, mode):
 
 @pytest.mark.filterwarnings("ignore:.*lora_bias")
 @pytest.mark.parametrize(("name", "mode"), QUICK)
+@pytest.mark.sweep(2)
 def test_a_sample_has_the_same_bits_in_every_layout(name, mode):
     dtype = (torch.float32, torch.bfloat16)[len(name) % 2]
     judge(adapted(dtype=dtype, **ASKED[name]), mode)

@@ -24,6 +24,7 @@ def rounded_to(dtype):
         ["16 stripes, pairs", "random"],
     ),
 )
+@pytest.mark.sweep(2)
 def test_narrow_accumulators_are_counted_by_segments(dtype, word, name):
     n = 700
     branch = ORDERS[name](n)

@@ -27,6 +27,7 @@ from tests.sweeps import mostly_full
 
 
 @pytest.mark.parametrize("name", mostly_full(ORDERS, ["random", "AMX's even and odd chains"]))
+@pytest.mark.sweep(1)
 def test_known_orders_come_back_at_4096(name):
     branch = ORDERS[name](4096)
     tree = reveal(target_of(branch, 4096, places=2048))

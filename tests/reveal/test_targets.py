@@ -27,6 +27,7 @@ def test_stock_linear_has_several_orders_and_ours_one():
 
 @pytest.mark.parametrize("dtype", mostly_full(DTYPES, DTYPES[:2]))
 @pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.sweep(4)
 def test_ours_is_the_defined_order(name, dtype):
     configurations = [{"k": 1024, "n": 200, "dtype": dtype}]
     if name != "bias_grad":

@@ -209,6 +209,7 @@ def test_scripts_of_torchrun_and_of_gpus_get_a_remedy_that_works(here, monkeypat
 ON_A_GPU = {"batch": "x = data[order].cuda()", "before": "torch.set_default_device('cuda')"}
 
 
+@pytest.mark.full
 def test_a_script_that_needs_a_gpu_is_served_one(here, capsys):
     script = write(here, **ON_A_GPU)
     assert main.main(["twice", str(script), "--steps", "2", "--quiet"]) == 0
@@ -227,6 +228,7 @@ def test_the_usual_scripts_are_equal(path):
 
 
 @pytest.mark.parametrize("name", mostly_full(PLANTED, ["torch is not seeded"]))
+@pytest.mark.full
 def test_served_devices_hide_no_cause(name, here):
     planted, cause = PLANTED[name]
     report = run_twice(write(here, **planted), steps=2, device="cuda")

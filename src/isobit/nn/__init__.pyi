@@ -1,7 +1,7 @@
+from isobit.nn.embedding import Embedding as Embedding
 from isobit.nn.freezing import Frozen as Frozen
 from isobit.nn.freezing import freeze as freeze
-from isobit.nn.modules import Embedding as Embedding
-from isobit.nn.modules import LayerNorm as LayerNorm
-from isobit.nn.modules import Linear as Linear
-from isobit.nn.modules import RMSNorm as RMSNorm
-from isobit.nn.modules import SwiGLU as SwiGLU
+from isobit.nn.linear import Linear as Linear
+from isobit.nn.norms import LayerNorm as LayerNorm
+from isobit.nn.norms import RMSNorm as RMSNorm
+from isobit.nn.swiglu import SwiGLU as SwiGLU

@@ -7,7 +7,7 @@ from types import TracebackType
 import torch
 
 from isobit.errors import ArgumentError
-from isobit.nn.modules import PACKED, Linear
+from isobit.nn.linear import PACKED, Linear
 from isobit.ops.linear.packed import PackedWeight, WatchedWeight
 
 ENABLED = "_isobit_state"  # on a model that isobit.enable prepared

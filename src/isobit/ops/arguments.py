@@ -159,7 +159,7 @@ def check_softcap(softcap: float | None) -> None:
     """Raise unless a soft cap is positive and finite in fp32, or there is none."""
     if softcap is not None and not 2.0**-126 <= softcap < 2.0**127:
         raise ArgumentError(
-            expected="a soft cap that is positive and finite",
+            expected="a soft cap that fp32 holds without loss of range: at least 2^-126, below 2^127",
             received=f"softcap={softcap}",
             remedy="leave softcap out for values without a cap",
         )

@@ -4,6 +4,7 @@
 A table that is copied from the host makes the host wait for the GPU, a table that is read on the host does too, and a
 CUDA graph can capture neither. So a table is made once per description and device and kept, and it carries the numbers
 that it was made of. A graph reads its tables when it is replayed: those that were used in a capture are kept for good.
+A table is copied on the stream that was current when it was made; another stream waits for that copy, on the device.
 Nothing is kept under a mode of torch (FakeTensorMode and others) or torch.compile, which have tensors of their own.
 """
 
@@ -39,18 +40,26 @@ def kept(key: Hashable, device: torch.device, make: Callable[[], T]) -> T:
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return make()
     place = (key, device)
-    found = _made.get(place)
     capturing = is_capturing()
+    found = _made.get(place)
+    stream = (
+        torch.cuda.current_stream(device) if device.type == "cuda" and _is_initialized() else None
+    )
     if found is None:
         if capturing:
             refuse_capture("samples of new lengths")
         if len(_made) >= MOST:
             forget()
         with torch.inference_mode(False):  # else it could not be saved for a backward
-            found = _made[place] = make()
+            value = make()
+        written = None if stream is None else stream.record_event()
+        found = _made[place] = (value, stream, written)
+    value, writer, written = found
     if capturing:
-        _captured[place] = found
-    return found
+        _captured[place] = value  # torch.cuda.graph has waited for everything before
+    elif written is not None and stream != writer:
+        stream.wait_event(written)
+    return value
 
 
 def forget() -> None:

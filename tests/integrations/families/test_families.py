@@ -40,6 +40,7 @@ def check(kind, dtype):
 
 
 @pytest.mark.parametrize("kind", CHEAP)
+@pytest.mark.sweep(5)
 def test_one_value_in_every_layout_and_stocks_function(kind):
     check(kind, torch.float32)
 

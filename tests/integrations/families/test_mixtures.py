@@ -123,23 +123,6 @@ def test_experts_of_an_enabled_model_are_not_split():
         isobit.integrations.transformers.shard(model, None)
 
 
-def test_tensors_on_another_backend_raise_with_the_operator_s_name():
-    from isobit.foundation import backends
-
-    logits, routes = torch.zeros(2, 4), isobit.route(torch.zeros(2, 4), 2)
-    x, weight = torch.zeros(4, 3), torch.zeros(4, 5, 3)
-    calls = {
-        "route": lambda: isobit.route(logits, 2),
-        "dispatch_rows": lambda: isobit.dispatch_rows(torch.zeros(2, 3), routes),
-        "grouped_linear": lambda: isobit.grouped_linear(x, weight, routes=routes),
-        "combine": lambda: isobit.combine(x, routes),
-    }
-    with backends.use(object()):
-        for name, call in calls.items():
-            with pytest.raises(UnsupportedError, match=f"{name}, which has none"):
-                call()
-
-
 @pytest.mark.parametrize("kind", ["qwen3_moe", "qwen2_moe"])
 def test_rows_without_the_batch_s_axes_keep_their_samples(kind):
     """Blocks flatten [B, T]: a batch without padding has the gradients of the same samples with padding."""

@@ -141,6 +141,7 @@ def test_the_file_as_it_is_is_recognised_wholly(family, tmp_path):
 
 
 @pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.sweep(12)
 def test_a_mutant_is_refused_or_recognised_as_what_it_is(name, tmp_path):
     family, old, new = MUTANTS[name]
     model = build(family, old, new, tmp_path, f"mutant_{list(MUTANTS).index(name)}")

@@ -19,7 +19,7 @@ from isobit.integrations.transformers.forwards import (
 from isobit.integrations.transformers.layout import LAYOUT, Layout
 from isobit.integrations.transformers.parts.lora import active_module
 from isobit.integrations.transformers.state import State, require_state
-from isobit.nn.modules import read_weight
+from isobit.nn.linear import read_weight
 from isobit.ops.arguments import cast_for_autocast
 from isobit.ops.distillation.loss import Teacher, distillation_loss
 from isobit.ops.linear.op import linear_fp32

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from isobit.errors import UnsupportedError
 from isobit.integrations.transformers.layout import Layout
 from isobit.integrations.transformers.package import library
-from isobit.nn.modules import read_weight
+from isobit.nn.linear import read_weight
 from isobit.ops.arguments import cast_for_autocast, check_softcap
 from isobit.ops.linear.op import linear, linear_fp32
 from isobit.ops.log_softmax.op import log_softmax

@@ -12,7 +12,7 @@ from torch import Tensor
 from isobit.foundation import backends, launches
 from isobit.library.claims import Subject, gradients, is_real, rows_of
 from isobit.nn.freezing import freeze
-from isobit.nn.modules import Linear
+from isobit.nn.linear import Linear
 from isobit.ops import dispatch
 from isobit.ops.linear import partial, portable
 from isobit.ops.linear.op import linear

@@ -13,7 +13,7 @@ from isobit.integrations.transformers.dropout import drop_by_layout
 from isobit.integrations.transformers.layout import current_layout
 from isobit.integrations.transformers.package import library
 from isobit.integrations.transformers.refusals import check_embedding
-from isobit.nn.modules import read_weight
+from isobit.nn.linear import read_weight
 from isobit.ops.embedding.op import embedding
 from isobit.ops.gelu.op import gelu
 from isobit.ops.layer_norm.op import layer_norm

@@ -11,7 +11,7 @@ from isobit.errors import UnsupportedError
 from isobit.integrations.transformers.layout import current_layout
 from isobit.integrations.transformers.parts.part import plain_type
 from isobit.integrations.transformers.parts.registry import find_registered
-from isobit.nn.modules import read_weight
+from isobit.nn.linear import read_weight
 from isobit.ops.linear.group import linear_group
 from isobit.ops.linear.op import linear_with_packed
 from isobit.ops.swiglu.op import swiglu
