@@ -10,8 +10,8 @@ from rich.table import Table
 from isobit.certifying.running.compile import Compiler, specialise
 from isobit.ops.linear import triton_products as linear
 from isobit.order.plan import ATTENTION_CHUNK
-from tests.compiled.attention_cases import attention_case, decode_against_prefill
-from tests.compiled.cases import (
+from tests.certifying.attention_cases import attention_case, decode_against_prefill
+from tests.certifying.cases import (
     empty,
     judge,
     linear_case,
@@ -19,8 +19,8 @@ from tests.compiled.cases import (
     softmax_case,
     weight_grad_case,
 )
-from tests.compiled.controls import CONTROLS
-from tests.compiled.mutations import try_mutations
+from tests.certifying.controls import CONTROLS
+from tests.certifying.mutations import try_mutations
 
 TARGETS = ("sm_80", "sm_90", "sm_100")
 MUTATIONS = 120

@@ -13,7 +13,7 @@ from isobit.ops.gpu.elementary import round_once
 from isobit.ops.gpu.sums import add_dot, merge_columns
 from isobit.order.engines import ENGINE_OF_TARGET
 from isobit.order.plan import FeaturePlan
-from tests.compiled.running import raw
+from tests.certifying.running import raw
 
 LEAF = 256
 
