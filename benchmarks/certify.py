@@ -201,9 +201,9 @@ def show_registers(console, quick):
             if quick and form == "tile" and count > 1:
                 continue
             x = empty(16, 16, dtype="bf16")
-            given = {"x": x, "weight": x, "y": x, "M": 4096, "N": 4096, "K": k, "SEGMENTS": count,
+            given = {"x": x, "weight": x, "y": x, "m": 4096, "N": 4096, "K": k, "SEGMENTS": count,
                      "BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3,
-                     "bias": x, "HAS_BIAS": False, "TRANSPOSED": False, "FIRST": 0,
+                     "bias": x, "HAS_BIAS": False, "TRANSPOSED": False, "first_tile": 0,
                      "enable_fp_fusion": False}  # fmt: skip
             kernel = linear.linear_tile
             if form == "counter":

@@ -28,14 +28,14 @@ def attend_heads(plan, given, padded, zero, how):
 def limits_of(keys, causal, window, size=0):
     """Return how many keys before and after its own a query sees, and the size of its chunk: all, unless limited."""
     before = window - 1 if window else keys
-    return {"BEFORE": before, "AFTER": 0 if causal else before, "SIZE": size or keys}
+    return {"before": before, "after": 0 if causal else before, "size": size or keys}
 
 
-def seen_by(queries, keys, BEFORE, AFTER, SIZE):
+def seen_by(queries, keys, before, after, size):
     """Return the keys that each of the last queries of a sample sees."""
     position = keys - queries + np.arange(queries)
-    begin = np.maximum(position - BEFORE, position // SIZE * SIZE)
-    return Seen(begin, np.minimum(position + 1 + AFTER, keys))
+    begin = np.maximum(position - before, position // size * size)
+    return Seen(begin, np.minimum(position + 1 + after, keys))
 
 
 def attention_case(
@@ -69,14 +69,14 @@ def attention_case(
         "PADDED": 1 << (depth - 1).bit_length(),
         "CHUNK": chunk,
         "ROWS": tile,
-        "TILES": math.ceil(queries * group / tile),
+        "tiles": math.ceil(queries * group / tile),
         **limits_of(keys, causal, window, size),
         "spans": spans,
         "lengths": lengths,
     }
-    grid = (constants["TILES"], key_heads)
-    given = {"q": q, "k": k, "v": v, "blocks": blocks, "TABLE": len(blocks), "SCALE": scale}
-    given |= {"GUARD": False, "CAP": 0.0, "CAPPED": False, **constants}
+    grid = (constants["tiles"], key_heads)
+    given = {"q": q, "k": k, "v": v, "blocks": blocks, "table": len(blocks), "scale": scale}
+    given |= {"GUARD": False, "cap": 0.0, "CAPPED": False, **constants}
     count, scratch = math.ceil(keys / chunk), (lse,)
     if form == "fold":
         launches = (Launch(triton_forward.attention, grid, {**given, "y": y, "lse": lse}, {}),)
@@ -84,8 +84,8 @@ def attention_case(
         heads = queries * key_heads * group
         scratch = (empty(count, heads), empty(count, heads), empty(count, heads, depth), lse)
         partial = dict(zip(("most_of", "total_of", "output_of"), scratch, strict=False))
-        merging = {**partial, "y": y, "lse": lse, "HEADS": heads, **constants}
-        given |= {**partial, "HEADS": heads}
+        merging = {**partial, "y": y, "lse": lse, "heads": heads, **constants}
+        given |= {**partial, "heads": heads}
         launches = (
             Launch(triton_forward.attention_chunks, (*grid, count), given, {}),
             Launch(triton_forward.merge_chunks, grid, merging, {}),
@@ -109,9 +109,9 @@ def layout_of_one_sample(count, group, depth, causal, window, size):
         "spans": torch.tensor([[0, count]]),
         "blocks": blocks,
         "lengths": torch.tensor([count]),
-        "TABLE": len(blocks),
+        "table": len(blocks),
         **limits_of(count, causal, window, size),
-        "CAP": 0.0,
+        "cap": 0.0,
         "CAPPED": False,
         "KEY_HEADS": 1,
         "GROUP": group,
@@ -144,9 +144,9 @@ def attention_grads_case(
         made = {name: empty(*k.shape, dtype=dtype) for name in ("dk", "dv")}
     tiles = math.ceil(count / tile)
     inputs = {"grad": grad, "q": q, "k": k, "v": v, "lse": lse}
-    given = {**inputs, **made, "dots": dots, "TILES": tiles, "SCALE": scale, "ROWS": tile}
+    given = {**inputs, **made, "dots": dots, "tiles": tiles, "scale": scale, "ROWS": tile}
     given |= layout_of_one_sample(count, group, depth, causal, window, size)
-    heads = {"HEADS": count * group, "DEPTH": depth, "ROWS": 16}
+    heads = {"heads": count * group, "DEPTH": depth, "ROWS": 16}
     kernel = getattr(
         triton_backward, "differentiate_queries" if output == "dq" else "differentiate_keys"
     )

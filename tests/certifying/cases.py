@@ -156,9 +156,9 @@ def linear_case(
     count = segments or FeaturePlan(k).count
     tiles = math.ceil(m / block[0]) * math.ceil(n / block[1])
     sizes = dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), block, strict=True))
-    common = {"x": x, "weight": weight, "M": m, "N": n, "K": k, "SEGMENTS": count, **sizes}
+    common = {"x": x, "weight": weight, "m": m, "N": n, "K": k, "SEGMENTS": count, **sizes}
     common |= {"TRANSPOSED": False}
-    whole = {**common, "y": y, "FIRST": 0, **no_bias(x)}
+    whole = {**common, "y": y, "first_tile": 0, **no_bias(x)}
     options, scratch = {"num_warps": warps, "num_stages": stages}, ()
     if form == "tile":
         launches = (Launch(linear.linear_tile, (tiles,), whole, options),)
@@ -170,7 +170,7 @@ def linear_case(
         launches = (Launch(linear.linear_counter, (tiles,), given, options),)
     else:
         scratch = (empty(count, m, n),)
-        merge = {"partial": scratch[0], "y": y, "M": m, "N": n, "SEGMENTS": count, "BLOCK": 64}
+        merge = {"partial": scratch[0], "y": y, "m": m, "N": n, "SEGMENTS": count, "BLOCK": 64}
         merge |= no_bias(x)
         launches = (
             Launch(
@@ -203,8 +203,8 @@ def rms_norm_case(dtype, m, n, rows_per_program=2, warps=4):
         "weight": weight,
         "y": y,
         "scales": scales,
-        "M": m,
-        "EPS": 1e-6,
+        "m": m,
+        "eps": 1e-6,
         "N": n,
         "SEGMENTS": count,
         "ROWS": rows_per_program,
@@ -221,7 +221,7 @@ def rms_norm_case(dtype, m, n, rows_per_program=2, warps=4):
 def softmax_case(dtype, m, n, rows_per_program=2, warps=4):
     x, y = draw(m, n, dtype=dtype, seed=5), empty(m, n, dtype=dtype)
     count = FeaturePlan(n).count
-    given = {"x": x, "y": y, "M": m, "N": n, "SEGMENTS": count, "ROWS": rows_per_program}
+    given = {"x": x, "y": y, "m": m, "N": n, "SEGMENTS": count, "ROWS": rows_per_program}
     grid = (math.ceil(m / rows_per_program),)
     return Case(
         "softmax", dtype, "rows", count_rows(rows_per_program), count, {"x": x}, y,
@@ -244,7 +244,7 @@ def weight_grad_case(dtype, lengths, n, k, block=(16, 16, 32), warps=4, stages=2
     scratch = (empty(tiles, max(levels, 1), *block[:2]),)
     sizes = dict(zip(("BLOCK_N", "BLOCK_K", "BLOCK_T"), block, strict=True))
     given = {"grad": grad, "x": x, "spans": spans, "dw": dw, "scratch": scratch[0], "N": n, "K": k,
-             "FIRST": 0, "SIZE": len(lengths) // count, "SEGMENTS": count, "LEVELS": levels, **sizes}  # fmt: skip
+             "first_tile": 0, "size": len(lengths) // count, "segments": count, "levels": levels, **sizes}  # fmt: skip
 
     def cpu():
         from isobit.ops.linear import portable

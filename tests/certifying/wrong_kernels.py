@@ -20,13 +20,13 @@ def branch_on_data(x, y, N: tl.constexpr):
 
 
 @triton.jit
-def added_dot(x, weight, bias, y, M, FIRST, N: tl.constexpr, K: tl.constexpr, SEGMENTS: tl.constexpr,
+def added_dot(x, weight, bias, y, m, first_tile, N: tl.constexpr, K: tl.constexpr, SEGMENTS: tl.constexpr,
               TRANSPOSED: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr,
               BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
     """Two segments of one step each, added: Triton starts the second product from the first sum."""
     row, column, k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     left, right = x + row[:, None] * K + k[None, :], weight + column[None, :] * K + k[:, None]
-    inside, beside = row[:, None] < M, column[None, :] < N
+    inside, beside = row[:, None] < m, column[None, :] < N
     total = tl.dot(tl.load(left, mask=inside, other=0.0), tl.load(right, mask=beside, other=0.0))
     a = tl.load(left + BLOCK_K, mask=inside, other=0.0)
     b = tl.load(right + BLOCK_K, mask=beside, other=0.0)
