@@ -12,7 +12,7 @@ from rich.table import Table
 from torch.distributed.flight_recorder.fr_trace import main as fr_trace
 
 from isobit.simulator.autopsy.examine import examine
-from tests.autopsy.hangs import HANGS, record
+from tests.simulator.autopsy.hangs import HANGS, record
 
 
 def run(quick, threads, dtypes):

@@ -10,8 +10,8 @@ from rich.table import Table
 from isobit.certifying.running.compile import Compiler, specialise
 from isobit.ops.linear import triton_products as linear
 from isobit.order.plan import ATTENTION_CHUNK
-from tests.compiled.attention_cases import attention_case, decode_against_prefill
-from tests.compiled.cases import (
+from tests.certifying.attention_cases import attention_case, decode_against_prefill
+from tests.certifying.cases import (
     empty,
     judge,
     linear_case,
@@ -19,8 +19,8 @@ from tests.compiled.cases import (
     softmax_case,
     weight_grad_case,
 )
-from tests.compiled.controls import CONTROLS
-from tests.compiled.mutations import try_mutations
+from tests.certifying.controls import CONTROLS
+from tests.certifying.mutations import try_mutations
 
 TARGETS = ("sm_80", "sm_90", "sm_100")
 MUTATIONS = 120
@@ -201,9 +201,9 @@ def show_registers(console, quick):
             if quick and form == "tile" and count > 1:
                 continue
             x = empty(16, 16, dtype="bf16")
-            given = {"x": x, "weight": x, "y": x, "M": 4096, "N": 4096, "K": k, "SEGMENTS": count,
+            given = {"x": x, "weight": x, "y": x, "m": 4096, "N": 4096, "K": k, "SEGMENTS": count,
                      "BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3,
-                     "bias": x, "HAS_BIAS": False, "TRANSPOSED": False, "FIRST": 0,
+                     "bias": x, "HAS_BIAS": False, "TRANSPOSED": False, "first_tile": 0,
                      "enable_fp_fusion": False}  # fmt: skip
             kernel = linear.linear_tile
             if form == "counter":

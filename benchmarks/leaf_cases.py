@@ -1,7 +1,7 @@
 """The matrix instructions that Triton emits, their oracle, and inputs that tell one arithmetic from another.
 
-The oracle is mmasim (arXiv 2511.10909), a development dependency. tests/compiled/test_leaf_census.py compiles `tl.dot`
-for every target and requires that this list has each instruction that it finds.
+The oracle is mmasim (arXiv 2511.10909), a development dependency. tests/certifying/test_leaf_census.py compiles
+`tl.dot` for every target and requires that this list has each instruction that it finds.
 """
 
 from dataclasses import dataclass

@@ -80,7 +80,7 @@ def make_dumps(folder, size):
     """
     import pickle
 
-    from tests.autopsy.hangs import HANGS, record
+    from tests.simulator.autopsy.hangs import HANGS, record
 
     case = HANGS["fewer-batches"]
     record(case, folder / "recorded")

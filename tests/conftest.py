@@ -16,7 +16,7 @@ LONG = (
     "test_library",
     "test_triton_executors",
     "test_collectives",
-    "test_twice",
+    "test_compare_runs",
     "test_contract_commands",
     "test_add_an_operator",
     "test_docs",

@@ -1,4 +1,4 @@
-"""Calls of attention; attention and its gradient by tests.compiled.plan, in bits, over a target's tensor core."""
+"""Calls of attention; attention and its gradient by tests.certifying.plan, in bits, over a target's tensor core."""
 
 import numpy as np
 import torch
@@ -8,10 +8,10 @@ from isobit import bits
 from isobit.certifying.names.leaf import ENGINE_OF_TARGET
 from isobit.ops.portable.elementary import log_positive
 from isobit.order.plan import ATTENTION_CHUNK
-from tests.compiled.plan.attention import Head, Seen
-from tests.compiled.plan.attention_backward import HeadGrads
-from tests.compiled.plan.domain import Values
-from tests.compiled.plan.operators import Arithmetic
+from tests.certifying.plan.attention import Head, Seen
+from tests.certifying.plan.attention_backward import HeadGrads
+from tests.certifying.plan.domain import Values
+from tests.certifying.plan.operators import Arithmetic
 
 NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 

@@ -13,7 +13,7 @@ from isobit.ops.gpu.elementary import round_once
 from isobit.ops.gpu.sums import add_dot, merge_columns
 from isobit.order.engines import ENGINE_OF_TARGET
 from isobit.order.plan import FeaturePlan
-from tests.compiled.running import raw
+from tests.certifying.running import raw
 
 LEAF = 256
 
@@ -101,8 +101,8 @@ class Specialising:
 
     def launch(self, kernel, grid, args, constants, options):
         call = specialise(kernel, self.target, args, {**constants, **options})
-        names = tuple(name for name in ("M", "FIRST") if call.signature.get(name) == "i32")
-        if kernel.__name__ == "merge_segments":  # M.to(...) is of a run-time number
+        names = tuple(name for name in ("m", "first_tile") if call.signature.get(name) == "i32")
+        if kernel.__name__ == "merge_segments":  # m.to(...) is of a run-time number
             names = ()
         self.made.append((kernel.__name__, names))
         run_call(self.target, kernel, made_for(call, names), grid)

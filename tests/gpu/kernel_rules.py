@@ -44,11 +44,29 @@ def broken_rules(source, sums_of_integers=False):
     """Return what a file's kernels may not do, with its line."""
     found = []
     for kernel in kernels_of(ast.parse(source)):
+        for name in misnamed(kernel):
+            found.append(f"{kernel.name}: {name} is not tl.constexpr, and in upper case")
         for node in ast.walk(kernel):
             what = broken_rule(node, sums_of_integers)
             if what:
                 found.append(f"{kernel.name}:{node.lineno}: {what}")
     return found
+
+
+def misnamed(kernel):
+    """Yield names in upper case that are known only at run time: parameters, and variables of the kernel."""
+    constant = {
+        node.arg if isinstance(node, ast.arg) else node.target.id
+        for node in ast.walk(kernel)
+        if isinstance(node, ast.arg | ast.AnnAssign)
+        and node.annotation is not None
+        and "constexpr" in ast.unparse(node.annotation)
+    }
+    for node in ast.walk(kernel):
+        name = node.arg if isinstance(node, ast.arg) else getattr(node, "id", "")
+        is_made = isinstance(node, ast.arg) or isinstance(getattr(node, "ctx", None), ast.Store)
+        if is_made and name.isupper() and name not in constant:
+            yield name
 
 
 def broken_rule(node, sums_of_integers):

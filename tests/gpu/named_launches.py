@@ -5,10 +5,10 @@ import torch
 
 from isobit.certifying.names import names
 from isobit.foundation import backends
-from tests.compiled.plan import operators
-from tests.compiled.plan.domain import Names, Values
-from tests.compiled.plan.operators import Arithmetic
-from tests.compiled.running import Launch, Session, raw
+from tests.certifying.plan import operators
+from tests.certifying.plan.domain import Names, Values
+from tests.certifying.plan.operators import Arithmetic
+from tests.certifying.running import Launch, Session, raw
 
 SHORT = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 

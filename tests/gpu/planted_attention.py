@@ -61,50 +61,50 @@ def fused_exponential(x):
 
 
 @triton.jit
-def unscaled_last(products, weight_grads, lse, dots, seen, SCALE, CAP, CAPPED: tl.constexpr):
+def unscaled_last(products, weight_grads, lse, dots, seen, scale, cap, CAPPED: tl.constexpr):
     """The scale is multiplied into the difference first."""
-    weights = tl.where(seen, exp_nonpositive(products * SCALE - lse), 0.0)
-    return weights, tl.where(seen, weights * ((weight_grads - dots) * SCALE), 0.0)
+    weights = tl.where(seen, exp_nonpositive(products * scale - lse), 0.0)
+    return weights, tl.where(seen, weights * ((weight_grads - dots) * scale), 0.0)
 
 
 @triton.jit
-def cap_by_reciprocal(x, CAP):
+def cap_by_reciprocal(x, cap):
     """x times the reciprocal of the cap, which rounds twice, instead of the quotient."""
-    bent = tanh(x * tl.div_rn(1.0, CAP))
-    return bent * CAP, 1.0 - bent * bent
+    bent = tanh(x * tl.div_rn(1.0, cap))
+    return bent * cap, 1.0 - bent * bent
 
 
 @triton.jit
-def cap_with_factored_slope(x, CAP):
+def cap_with_factored_slope(x, cap):
     """The slope as a product of two factors instead of a difference."""
-    bent = tanh(tl.div_rn(x, CAP))
-    return bent * CAP, (1.0 - bent) * (1.0 + bent)
+    bent = tanh(tl.div_rn(x, cap))
+    return bent * cap, (1.0 - bent) * (1.0 + bent)
 
 
 @triton.jit
-def chunks_of_the_call(query, QUERIES, KEYS, mask):
+def chunks_of_the_call(query, query_count, key_count, mask):
     """Chunks that begin where the queries of a call do, instead of at positions of the sample."""
-    BEFORE, AFTER, SIZE = mask
-    position = KEYS - QUERIES + query
-    first = KEYS - QUERIES + query // SIZE * SIZE
-    return tl.maximum(position - BEFORE, first), tl.minimum(position + 1 + AFTER, KEYS)
+    before, after, size = mask
+    position = key_count - query_count + query
+    first = key_count - query_count + query // size * size
+    return tl.maximum(position - before, first), tl.minimum(position + 1 + after, key_count)
 
 
 @triton.jit
-def one_key_more(query, QUERIES, KEYS, mask):
+def one_key_more(query, query_count, key_count, mask):
     """A window that counts the keys before a query's own."""
-    BEFORE, AFTER, SIZE = mask
-    position = KEYS - QUERIES + query
-    begin = tl.maximum(position - BEFORE - 1, position // SIZE * SIZE)
-    return begin, tl.minimum(position + 1 + AFTER, KEYS)
+    before, after, size = mask
+    position = key_count - query_count + query
+    begin = tl.maximum(position - before - 1, position // size * size)
+    return begin, tl.minimum(position + 1 + after, key_count)
 
 
 @triton.jit
-def one_side(query, QUERIES, KEYS, mask):
+def one_side(query, query_count, key_count, mask):
     """A window of both sides of which the later one is not seen."""
-    BEFORE, AFTER, SIZE = mask
-    position = KEYS - QUERIES + query
-    return tl.maximum(position - BEFORE, position // SIZE * SIZE), position + 1 + 0 * AFTER
+    before, after, size = mask
+    position = key_count - query_count + query
+    return tl.maximum(position - before, position // size * size), position + 1 + 0 * after
 
 
 # what it changes -> (options of the call, module, name, replacement)

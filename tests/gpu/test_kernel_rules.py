@@ -54,6 +54,17 @@ def test_a_wrong_line_is_found(line):
     assert broken_rules(source.replace("@triton.jit\n", "")) == []
 
 
+@pytest.mark.parametrize(
+    ("parameters", "line"),
+    [("x, M", "y = x"), ("x, M: tl.tensor", "y = x"), ("x", "M = tl.load(x)"), ("x", "M, y = x")],
+)
+def test_a_name_in_upper_case_is_a_constant(parameters, line):
+    source = f"@triton.jit\ndef wrong({parameters}):\n    {line}\n"
+    assert broken_rules(source) == ["wrong: M is not tl.constexpr, and in upper case"]
+    right = "@triton.jit\ndef right(x, M: tl.constexpr):\n    N: tl.constexpr = M\n    y = x\n"
+    assert broken_rules(right) == []
+
+
 def read(calls, target):
     with backends.use(Reading(target)) as backend:
         for call in calls:

@@ -101,14 +101,14 @@ def compiled_differences(dtype, target):
     "change",
     [
         (
-            "mean * KEEP_MEAN + g * ADD_MEAN",
-            "tl.math.fma(mean, KEEP_MEAN + mean * 0, g * ADD_MEAN)",
+            "mean * keep_mean + g * add_mean",
+            "tl.math.fma(mean, keep_mean + mean * 0, g * add_mean)",
         ),
-        ("(g * ADD_SQUARE) * g", "(g * g) * ADD_SQUARE"),
-        ("tl.sqrt_rn(square) * SPREAD + EPS", "tl.sqrt_rn(square * (SPREAD * SPREAD)) + EPS"),
+        ("(g * add_square) * g", "(g * g) * add_square"),
+        ("tl.sqrt_rn(square) * spread + eps", "tl.sqrt_rn(square * (spread * spread)) + eps"),
         ("tl.sqrt_rn(square)", "square * tl.div_rn(1.0, tl.sqrt_rn(square))"),
-        ("tl.div_rn(mean * RATE, divisor)", "tl.div_rn(mean, divisor) * RATE"),
-        ("* SPREAD + EPS", "* SPREAD"),
+        ("tl.div_rn(mean * rate, divisor)", "tl.div_rn(mean, divisor) * rate"),
+        ("* spread + eps", "* spread"),
     ],
     ids=["fused", "squared first", "corrected inside", "root", "divided first", "without eps"],
 )

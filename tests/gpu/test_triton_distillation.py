@@ -27,10 +27,10 @@ from isobit.ops.logprob.portable import finish, inverse
 from isobit.ops.portable.elementary import exp_nonpositive
 from isobit.ops.portable.sums import Pair, merge_pairs, one_nan, round_once, sum_last
 from isobit.order.plan import FeaturePlan
-from tests.compiled.plan import operators
-from tests.compiled.plan.domain import Values
-from tests.compiled.plan.operators import Arithmetic
-from tests.compiled.running import raw
+from tests.certifying.plan import operators
+from tests.certifying.plan.domain import Values
+from tests.certifying.plan.operators import Arithmetic
+from tests.certifying.running import raw
 from tests.sweeps import mostly_full
 
 F32, BF16 = torch.float32, torch.bfloat16

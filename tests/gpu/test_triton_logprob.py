@@ -20,10 +20,10 @@ from isobit.ops.logprob import triton as executor
 from isobit.ops.portable.elementary import exp_nonpositive, soft_cap
 from isobit.ops.portable.sums import Pair, merge_pairs, one_nan, round_once, sum_products
 from isobit.order.plan import FeaturePlan
-from tests.compiled.plan import operators
-from tests.compiled.plan.domain import Values
-from tests.compiled.plan.operators import Arithmetic
-from tests.compiled.running import raw
+from tests.certifying.plan import operators
+from tests.certifying.plan.domain import Values
+from tests.certifying.plan.operators import Arithmetic
+from tests.certifying.running import raw
 from tests.gpu.named_launches import SHORT
 from tests.gpu.planted_attention import cap_by_reciprocal, cap_with_factored_slope
 from tests.sweeps import mostly_full

@@ -11,10 +11,10 @@ from isobit.certifying.names import names
 from isobit.certifying.names.leaf import ENGINE_OF_TARGET
 from isobit.foundation import backends
 from isobit.ops.gpu import executors
-from tests.compiled.plan import gradients
-from tests.compiled.plan.domain import Names
-from tests.compiled.plan.operators import Arithmetic
-from tests.compiled.running import Launch, Session, draw
+from tests.certifying.plan import gradients
+from tests.certifying.plan.domain import Names
+from tests.certifying.plan.operators import Arithmetic
+from tests.certifying.running import Launch, Session, draw
 from tests.gpu.operator_calls import TARGETS
 
 SAMPLES = isobit.Samples.packed([258, 0, 1, 7])

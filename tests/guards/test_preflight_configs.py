@@ -3,11 +3,13 @@
 1. Declarations: each key has a wrong and a right program; unknown keys and wrong kinds are refused.
 2. Configurations: YAML, JSON, TOML; a pickle, an alias bomb and broken files are refused.
 3. The page escapes what it shows and says what was not checked.
+4. What the process of a script writes is read back field by field; anything else is refused.
 """
 
 import itertools
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,9 +17,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from isobit import ArgumentError
-from isobit.guards import preflight
+from isobit.guards import PreflightFinding, PreflightReport, preflight
 from isobit.guards.config_file import read_config
 from isobit.guards.trial_run.page import write_preflight_page
+from isobit.guards.trial_run.starting import read_outcome, write_outcome
 from tests.guards.preflight_programs import adam_with_warm_up_and_groups, loop, plain, sgd
 
 # ---- 1. declarations ---------------------------------------------------------------------------------------
@@ -143,27 +146,22 @@ def test_bf16_of_a_configuration_must_have_run():
 # ---- 3. the page -------------------------------------------------------------------------------------------
 
 
+ONE = PreflightFinding("not-tied", "error", "a & b", 1, "<b>", (0,))
+REPORT = PreflightReport(
+    steps=3,
+    models=1,
+    parameters=4,
+    findings=(ONE,),
+    judged=("one",),
+    not_judged={"two": "because <i>"},
+    dtypes={"Linear": {"float32": 2}},
+    ranks=2,
+    notes=(PreflightFinding("default", "info", "a note", steps=(1, 2, 3, 5)),),
+)
+
+
 def test_the_page():
-    report = {
-        "findings": [
-            {
-                "rule": "not-tied",
-                "severity": "error",
-                "step": 1,
-                "ranks": [0],
-                "module": "<b>",
-                "message": "a & b",
-            }
-        ],
-        "judged": ["one"],
-        "not_judged": {"two": "because <i>"},
-        "dtypes": {"Linear": {"float32": 2}},
-        "ranks": 2,
-        "steps": 3,
-        "models": 1,
-        "parameters": 4,
-    }
-    page = write_preflight_page("<script>.py", json.loads(json.dumps(report)))
+    page = write_preflight_page("<script>.py", REPORT)
     verdict = (
         "1 finding by 1 of 2 checks, on 2 ranks, 3 steps, 1 model, 4 parameters; not judged: two"
     )
@@ -171,8 +169,55 @@ def test_the_page():
     assert "&lt;b&gt;: a &amp; b" in page
     assert "not made: because &lt;i&gt;" in page
     assert "<script>.py" not in page
-    clean = write_preflight_page("a.py", {**report, "findings": []})
+    clean = write_preflight_page("a.py", replace(REPORT, findings=()))
     assert "<p>Nothing.</p>" in clean
     assert "clean" not in clean  # one of two checks was made
-    whole = write_preflight_page("a.py", {**report, "findings": [], "not_judged": {}})
+    whole = write_preflight_page("a.py", replace(REPORT, findings=(), not_judged={}))
     assert "clean by 1 of 1 checks" in whole
+
+
+# ---- 4. from the script's process --------------------------------------------------------------------------
+
+
+def test_a_report_and_an_error_are_read_back_as_they_were_written(tmp_path):
+    path = tmp_path / "outcome.json"
+    write_outcome(str(path), REPORT)
+    assert read_outcome(path) == REPORT
+    assert read_outcome(path).notes[0].in_steps == "1-3, 5"
+    write_outcome(str(path), ArgumentError(expected="a", received="b", remedy="c"))
+    with pytest.raises(ArgumentError) as raised:
+        read_outcome(path)
+    error = raised.value
+    assert (error.expected, error.received, error.remedy) == ("a", "b", "c")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"steps": "three"},
+        {"findings": [{"rule": "x"}]},
+        {"judged": [1]},
+        {"not_judged": ["two"]},
+        {"dtypes": {"Linear": 2}},
+        {"more": 1},
+    ],
+    ids=str,
+)
+def test_what_the_script_wrote_over_its_report_is_refused_by_its_field(tmp_path, wrong):
+    path = tmp_path / "outcome.json"
+    write_outcome(str(path), REPORT)
+    found = json.loads(path.read_text())
+    found["report"] |= wrong
+    path.write_text(json.dumps(found))
+    with pytest.raises(ArgumentError, match=f"outcome.report.*{next(iter(wrong))}|received: more"):
+        read_outcome(path)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", '{"error": {}}', '{"error": {"a": "b"}}', "[" * 9999]
+)
+def test_a_file_that_is_no_outcome_is_refused(tmp_path, text):
+    path = tmp_path / "outcome.json"
+    path.write_text(text)
+    with pytest.raises(ArgumentError, match="outcome"):
+        read_outcome(path)

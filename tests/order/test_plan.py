@@ -1,11 +1,15 @@
 """The plan: segments tile the extent equally, in a power-of-two number; each is one chain."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from isobit.foundation import native
+from isobit.order import plan
 from isobit.order.plan import FEATURE_CAP, FEATURE_UNIT, LEAF, FeaturePlan, count_segments
 from isobit.order.samples import Samples
 
@@ -100,3 +104,17 @@ def test_native_sample_plan_is_this_plan(data):
     share = Samples.packed(lengths[first : first + count], first=first, total=len(lengths))
     table = torch.ops.isobit.sample_schedule(torch.tensor(share.spans), first, len(lengths))
     assert table.tolist() == rows(share.segments, first // size)
+
+
+def test_kernels_have_the_constants_of_the_plan():
+    """They are written again in C++ and Triton; whoever changes one finds the others here."""
+    header = (Path(__file__).parents[2] / "csrc" / "order.h").read_text()
+    found = dict(re.findall(r"constexpr int64_t (\w+) = (\d+);", header))
+    assert found == {
+        "feature_unit": str(plan.FEATURE_UNIT),
+        "feature_cap": str(plan.FEATURE_CAP),
+        "sample_cap": str(plan.SAMPLE_CAP),
+        "leaf_length": str(plan.LEAF),
+        "attention_chunk": str(plan.ATTENTION_CHUNK),
+    }
+    assert pytest.importorskip("isobit.ops.gpu.sums").LEAF.value == plan.LEAF

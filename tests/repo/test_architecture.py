@@ -1,4 +1,4 @@
-"""The table *command → function → room → contract* of ARCHITECTURE.md is true, and has every command."""
+"""The tables of ARCHITECTURE.md are true: *command → function → room → contract*, and where to change what."""
 
 import ast
 import re
@@ -62,6 +62,17 @@ def test_contracts_of_rows_exist(tmp_path):
     assert len(named) > 3
     for cell in named:
         assert re.match(r"[\w-]+", cell)[0] in known, cell
+
+
+def test_places_to_change_exist():
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    table = text.partition("## Where to change")[2].partition("\n## ")[0]
+    named = re.findall(r"`([\w./-]+/[\w./-]+)`", table)
+    assert len(named) > 10
+    for path in named:
+        assert (SOURCE / path).exists() or (ROOT / path).exists(), path
+    checks = (SOURCE / "guards" / "trial_run" / "checks.py").read_text()
+    assert "\nCHECKS: " in checks
 
 
 def test_commands_hold_options_and_printing():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from isobit.foundation.plain_text import one_line
 from isobit.guards.config_file import read_config
 from isobit.guards.configured_steps import judge_plan, plan_of
 from isobit.guards.trial_run.counts import as_report, known_counts
-from isobit.guards.trial_run.page import headline, in_steps, write_preflight_page
+from isobit.guards.trial_run.page import write_preflight_page
+from isobit.guards.trial_run.report import ConfigurationReport, PreflightReport
 from isobit.guards.trial_run.starting import TrialScript, run_script
 
 COUNTS = {  # which a configuration may lack
@@ -116,14 +118,14 @@ def run(options: argparse.Namespace) -> int:
     )
     report = run_script(script, config, declare)
     write(options, report)
-    if report["findings"]:
+    if report.findings:
         return 1
     return refuse_unjudged(config, report)
 
 
-def refuse_unjudged(config: dict[str, Any] | None, report: dict[str, Any]) -> int:
+def refuse_unjudged(config: dict[str, Any] | None, report: PreflightReport) -> int:
     """Return 0; or 2, with the reason, if the configuration has steps that could not be judged."""
-    reason = report["not_judged"].get(STEPS)
+    reason = report.not_judged.get(STEPS)
     if config is None or reason is None or not plan_of(config).has_steps:
         return 0
     sys.stderr.write(
@@ -159,7 +161,7 @@ def run_configuration(options: argparse.Namespace) -> int:
         )
     report = as_report(plan, judgement)
     write(options, report)
-    return 1 if report["findings"] else 0
+    return 1 if report.findings else 0
 
 
 def given_counts(options: argparse.Namespace) -> dict[str, int]:
@@ -168,33 +170,33 @@ def given_counts(options: argparse.Namespace) -> dict[str, int]:
     return {count: value for count, value in given.items() if value is not None}
 
 
-def write(options: argparse.Namespace, report: dict[str, Any]) -> None:
+def write(options: argparse.Namespace, report: PreflightReport | ConfigurationReport) -> None:
     """Write the HTML report if it was asked for, and print the text or the record."""
     origin = provenance_of(options, [options.script.read_text(errors="replace")])
     if options.html:
         files.write_text(options.html, write_preflight_page(options.script.name, report, origin))
     if options.json:
-        say_json({"provenance": origin, "clean": not report["findings"], **report})
+        say_json({"provenance": origin, "clean": not report.findings, **asdict(report)})
     else:
         show_report(make_console(130, soft_wrap=True), options.script.name, report)
 
 
-def show_report(console: Console, name: str, report: dict[str, Any]) -> None:
+def show_report(console: Console, name: str, report: PreflightReport | ConfigurationReport) -> None:
     """Print the findings, what was not judged, and the sentence with its denominators."""
-    if report["findings"]:
+    if report.findings:
         table = Table("rule", "severity", "step", "found")
-        for found in report["findings"]:
-            words = f"{name_ranks(found['ranks'])}: " if found["ranks"] else ""
-            words += f"{found['module']}: " if found["module"] else ""
+        for found in report.findings:
+            words = f"{name_ranks(found.ranks)}: " if found.ranks else ""
+            words += f"{found.module}: " if found.module else ""
             table.add_row(
-                found["rule"],
-                found["severity"],
-                in_steps(found),
-                one_line(words + found["message"]),
+                found.rule,
+                found.severity,
+                found.in_steps,
+                one_line(words + found.message),
             )
         console.print(table)
-    for note in report["notes"]:
-        console.print(one_line(f"note: {note['message']}"))
-    for check, reason in report["not_judged"].items():
+    for note in report.notes:
+        console.print(one_line(f"note: {note.message}"))
+    for check, reason in report.not_judged.items():
         console.print(one_line(f"not judged: {check}: {reason}"))
-    console.print(f"{one_line(name)}: {one_line(headline(report))}")
+    console.print(f"{one_line(name)}: {one_line(report.headline)}")

@@ -25,7 +25,7 @@ from isobit.guards.run_log.page import Mark, Section, draw_run, write_run_page
 from isobit.guards.run_log.readers import read_log
 from isobit.guards.run_log.rules import Limits, LogFinding, Verdict, judge_log, schedule_in
 from isobit.guards.run_log.same import Sameness, compare_logs
-from isobit.guards.trial_run.page import many
+from isobit.guards.trial_run.report import many
 
 
 def add_parser(commands: Any) -> None:

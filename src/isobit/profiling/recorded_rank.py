@@ -1,7 +1,8 @@
 """One rank of `isobit profile train.py`: run a script as `python script.py` would, and record some of its steps.
 
-Its only argument is a JSON object. A step ends when the first optimizer of the script has stepped. After the steps that
-were asked for, the trace is written, and the script is ended.
+`main` is called in a process of its own: see [Note: what the script finds] in isobit.foundation.script_process. A step
+ends when the first optimizer of the script has stepped. After the steps that were asked for, the trace is written, and
+the script is ended.
 """
 
 from __future__ import annotations
@@ -11,11 +12,26 @@ import os
 import re
 import sys
 import time
+from dataclasses import dataclass
 from functools import wraps
-from typing import Any
+from typing import Any, NoReturn
+
+from isobit.foundation.script_process import run_main
 
 POLL = 0.02  # seconds
 PATIENCE = 600.0  # seconds for the other ranks to write their traces
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a rank is asked for: see `isobit.profiling.recording.Recording`. Traces are written to the folder."""
+
+    rank: int
+    ranks: int
+    steps: int
+    warmup: int
+    modules: bool
+    folder: str
 
 
 class CoreTimes:
@@ -90,14 +106,14 @@ class Recorded(BaseException):
 class Recorder:
     """Counts the steps of the first optimizer, and records some of them."""
 
-    def __init__(self, orders: dict[str, Any]) -> None:
+    def __init__(self, request: Request) -> None:
         import torch
         from torch.cuda import is_available
         from torch.profiler import ProfilerActivity, profile, schedule
 
-        if orders["ranks"] > 1:  # they share the cores
-            torch.set_num_threads(max(1, (os.cpu_count() or 1) // orders["ranks"]))
-        self.orders = orders
+        if request.ranks > 1:  # they share the cores
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // request.ranks))
+        self.request = request
         self.optimizer: Any = None
         self.depth, self.is_done = 0, False
         self.began, self.plain = time.perf_counter_ns(), 0  # of a step without the profiler
@@ -108,22 +124,22 @@ class Recorder:
         self.profiler = profile(
             activities=activities,
             schedule=schedule(
-                skip_first=orders["warmup"] - 1,
+                skip_first=request.warmup - 1,
                 wait=0,
                 warmup=1,
-                active=orders["steps"],
+                active=request.steps,
                 repeat=1,
             ),
             on_trace_ready=self.write,
             record_shapes=True,
-            with_stack=orders["modules"],
+            with_stack=request.modules,
         )
 
     def write(self, profiler: Any) -> None:
         """Write the trace under its name when it is complete; a script that ends early has none."""
-        if self.steps < self.orders["warmup"] + self.orders["steps"]:
+        if self.steps < self.request.warmup + self.request.steps:
             return
-        folder, rank = self.orders["folder"], self.orders["rank"]
+        folder, rank = self.request.folder, self.request.rank
         profiler.export_chrome_trace(f"{folder}/recording{rank}.json")
         self.note()
         os.rename(f"{folder}/recording{rank}.json", f"{folder}/rank{rank}.json")
@@ -131,7 +147,7 @@ class Recorder:
 
     def note(self) -> None:
         """Write how many steps there were, and how long the last one without the profiler took."""
-        path = f"{self.orders['folder']}/rank{self.orders['rank']}.note"
+        path = f"{self.request.folder}/rank{self.request.rank}.note"
         with open(path, "w", encoding="utf-8") as file:
             json.dump({"steps": self.steps, "plain": self.plain}, file)
 
@@ -144,7 +160,7 @@ class Recorder:
         if not self.is_done:
             self.steps += 1
             now = time.perf_counter_ns()
-            if 1 < self.steps < self.orders["warmup"]:
+            if 1 < self.steps < self.request.warmup:
                 self.plain = now - self.began
             self.waits.mark()
             self.profiler.step()
@@ -155,7 +171,7 @@ class Recorder:
 
     def wait_for_all(self) -> None:
         """Wait for the traces of all ranks: a process that ends would end a collective of another one."""
-        folder, ranks = self.orders["folder"], self.orders["ranks"]
+        folder, ranks = self.request.folder, self.request.ranks
         until = time.monotonic() + PATIENCE
         while time.monotonic() < until:
             if all(os.path.exists(f"{folder}/rank{rank}.json") for rank in range(ranks)):
@@ -191,22 +207,23 @@ class Recorder:
         Optimizer.profile_hook_step = staticmethod(hooked)  # type: ignore[method-assign,assignment]
 
 
-def main() -> int:
-    """Run the script that the argument names."""
-    here = os.path.dirname(os.path.abspath(__file__))
-    if sys.path and os.path.abspath(sys.path[0]) == here:
-        del sys.path[0]
-    import runpy
+def main(text: str) -> NoReturn:
+    """Run the script of `sys.argv` as a request in JSON asks for; the process ends here."""
+    try:
+        leave(run_recorded(Request(**json.loads(text))))
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    leave(1)
 
-    orders = json.loads(sys.argv[1])
-    sys.argv[:] = [orders["script"], *orders["arguments"]]
-    sys.path.insert(0, os.path.dirname(os.path.realpath(orders["script"])))
-    recorder = Recorder(orders)
+
+def run_recorded(request: Request) -> int:
+    """Run the script under the profiler, and return the exit code."""
+    recorder = Recorder(request)
     recorder.hook()
     code: object = 0
     with recorder.profiler:
         try:
-            runpy.run_path(orders["script"], run_name="__main__")
+            run_main()
         except Recorded:
             return 0
         except SystemExit as stop:
@@ -215,7 +232,7 @@ def main() -> int:
     return code if isinstance(code, int) else int(code is not None)
 
 
-def leave(code: int) -> None:
+def leave(code: int) -> NoReturn:
     """Exit without waiting for threads and processes that a script which was ended could not stop itself."""
     import multiprocessing
 
@@ -224,11 +241,3 @@ def leave(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-if __name__ == "__main__":
-    try:
-        leave(main())
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-        leave(1)

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from isobit.errors import ArgumentError
+from isobit.foundation.script_process import command, free_port, last_lines, torchrun_variables
+from isobit.profiling import recorded_rank
 
-LAST_LINES = 15
 POLL = 0.05  # seconds
-# Run by path: the caller's process needs no torch.
-rank_program = Path(__file__).with_name("recorded_rank.py")
 
 
 @dataclass(frozen=True)
@@ -97,28 +94,26 @@ def record(recording: Recording, folder: Path) -> Recorded:
 
 def start(recording: Recording, folder: Path, stack: ExitStack) -> list[subprocess.Popen[bytes]]:
     """Start all ranks; leaving the stack ends those that still run."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     running = []
     for rank in range(recording.ranks):
-        orders = {
-            "script": str(recording.script),
-            "arguments": list(recording.arguments),
-            "rank": rank,
-            "ranks": recording.ranks,
-            "steps": recording.steps,
-            "warmup": recording.warmup,
-            "modules": recording.modules,
-            "folder": str(folder),
-        }
-        # Those of torchrun.
-        variables = [f"{name}={rank}" for name in ("RANK", "LOCAL_RANK")]
-        variables += [f"{name}={recording.ranks}" for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")]
-        variables += ["MASTER_ADDR=127.0.0.1", f"MASTER_PORT={port}"]
+        request = recorded_rank.Request(
+            rank=rank,
+            ranks=recording.ranks,
+            steps=recording.steps,
+            warmup=recording.warmup,
+            modules=recording.modules,
+            folder=str(folder),
+        )
         output = stack.enter_context((folder / f"rank{rank}.output").open("wb"))
         process = subprocess.Popen(
-            ["env", *variables, sys.executable, str(rank_program), json.dumps(orders)],
+            command(
+                f"{recorded_rank.__name__}:main",
+                json.dumps(asdict(request)),
+                recording.script,
+                recording.arguments,
+                variables=torchrun_variables(rank, recording.ranks, port),
+            ),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -133,8 +128,3 @@ def end(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         process.kill()
         process.wait()
-
-
-def last_lines(path: Path) -> str:
-    """Return the last lines that a rank wrote."""
-    return "\n".join(path.read_text(errors="replace").splitlines()[-LAST_LINES:])

@@ -104,7 +104,7 @@ class RecordReader:
                 self.read(kind, item, f"{name}[{at}]")
                 for at, (kind, item) in enumerate(zip(kinds, found, strict=True))
             )
-        if origin is dict:
+        if origin in (dict, Mapping):
             if not isinstance(found, dict):
                 raise self.wrong("an object", name, found)
             return {key: self.read(inner[1], item, f"{name}.{key}") for key, item in found.items()}

@@ -45,7 +45,7 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Difference:
+class ExpressionDifference:
     """The first place where two expressions differ, and how many equal operations lead to it."""
 
     left: Side
@@ -150,7 +150,7 @@ def side(table: Table, name: int) -> Side:
     return Side(node.operation, tuple(operands), line, source, name)
 
 
-def first_difference(left: Table, a: int, right: Table, b: int) -> Difference | None:
+def first_difference(left: Table, a: int, right: Table, b: int) -> ExpressionDifference | None:
     """Return the first place where two expressions differ, or None if the names are equal.
 
     Both are walked from the result toward the inputs, as long as the operations agree and exactly one
@@ -175,7 +175,7 @@ def first_difference(left: Table, a: int, right: Table, b: int) -> Difference | 
             break
         a, b = pairs[0]
         depth += 1
-    return Difference(side(left, a), side(right, b), depth)
+    return ExpressionDifference(side(left, a), side(right, b), depth)
 
 
 # The order of addition inside an expression, over the elements of one input row.

@@ -15,7 +15,7 @@ import numpy as np
 
 from isobit.certifying.names import expressions
 from isobit.certifying.names import names as nm
-from isobit.certifying.names.expressions import Difference, Element, Node, additions
+from isobit.certifying.names.expressions import Element, ExpressionDifference, Node, additions
 from isobit.certifying.names.names import Array, Names
 from isobit.certifying.ptx.program import Instruction, Program
 from isobit.errors import ArgumentError
@@ -173,7 +173,7 @@ class Recorded:
 
     def first_difference(
         self, name: int, other_name: int, other: Recorded | None = None
-    ) -> Difference | None:
+    ) -> ExpressionDifference | None:
         """Return the first place where two expressions differ; `other` has recorded the second."""
         return expressions.first_difference(self, int(name), other or self, int(other_name))
 

@@ -1,6 +1,6 @@
-"""The program of one run: run a script as `python script.py` would, and record what it computes.
+"""One run of `isobit compare runs`: run a script as `python script.py` would, and record what it computes.
 
-Its only argument is a JSON object. The folder of this file is taken off the search path before anything is imported.
+`main` is called in a process of its own: see [Note: what the script finds] in isobit.foundation.script_process.
 """
 
 from __future__ import annotations
@@ -9,44 +9,60 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from isobit.foundation.script_process import run_main
 
-def main() -> int:
-    """Run the script that the arguments name. The exit code is the script's own, or 0 after the last step."""
-    here = os.path.dirname(os.path.abspath(__file__))
-    has_folder = bool(sys.path) and os.path.abspath(sys.path[0]) == here
-    if has_folder:
-        del sys.path[0]
-    orders = json.loads(sys.argv[1])
-    script = orders["script"]
+
+@dataclass(frozen=True)
+class Request:
+    """What a run is asked for.
+
+    Attributes:
+        steps: Optimizer steps after which the script is ended.
+        device: The kind of device that it finds: see `run_twice`.
+        record: Where the record is written.
+        progress: Where the number of steps done is written.
+        fixes: Suspects to fix, by name.
+        began: When the first run began; files that changed since are reported when they are read.
+    """
+
+    steps: int
+    device: str
+    record: str
+    progress: str
+    fixes: Sequence[str]
+    began: float
+
+
+def main(text: str) -> int:
+    """Run the script of `sys.argv` as a request in JSON asks for. The exit code is 0 after the last step."""
+    request, script = Request(**json.loads(text)), sys.argv[0]
     from isobit.comparing.runs.fixes import THREADS, apply
     from isobit.comparing.runs.observer import FilesRead, Observer, StepsDone
     from isobit.comparing.runs.places import Places
 
-    files = FilesRead(orders["began"], time.time())
-    sys.argv[:] = [script, *orders["arguments"]]
-    if has_folder:
-        sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
-    served = find_kind(script, orders["device"])
-    with open(orders["record"], "w", encoding="utf-8") as record:
+    files = FilesRead(request.began, time.time())
+    served = find_kind(script, request.device)
+    with open(request.record, "w", encoding="utf-8") as record:
 
         def tell(step: int) -> None:
-            with open(orders["progress"], "w", encoding="utf-8") as progress:
+            with open(request.progress, "w", encoding="utf-8") as progress:
                 progress.write(str(step))
 
-        observer = Observer(record, Places(os.path.dirname(script)), orders["steps"], tell)
+        observer = Observer(record, Places(os.path.dirname(script)), request.steps, tell)
         sys.addaudithook(files.watch)
 
         def run() -> None:
-            for fix in orders["fixes"]:
+            for fix in request.fixes:
                 apply(fix)
             observer.install()
             observer.write("evidence", served=served)
             try:
                 with observer:
-                    run_script(script)
+                    run_main()
             except StepsDone:
                 pass
             finally:
@@ -56,7 +72,7 @@ def main() -> int:
                     observer.finish()
 
         if served:
-            run_with_devices(run, script, served, THREADS in orders["fixes"])
+            run_with_devices(run, script, served, THREADS in request.fixes)
         else:
             run()
     return 0
@@ -108,14 +124,3 @@ def run_with_devices(run: Callable[[], None], script: str, kind: str, is_ordered
             world.run(rank, init=False)
         except SimulationError as error:
             sys.exit(str(error))
-
-
-def run_script(path: str) -> None:
-    """Run a file as the main module."""
-    import runpy
-
-    runpy.run_path(path, run_name="__main__")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

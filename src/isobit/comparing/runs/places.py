@@ -9,9 +9,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from isobit.foundation import script_process
+
 _CALL = torch.nn.Module._call_impl.__code__
 _TORCH = str(Path(torch.__file__).parent) + "/"
 _HERE = str(Path(__file__).parent) + "/"
+_RUNNER = script_process.__file__  # which calls the script
 _SIMULATOR = str(Path(__file__).parents[2] / "simulator") + "/"  # serves devices
 
 
@@ -60,7 +63,7 @@ class Places:
 
     def shown(self, file: str) -> str | None:
         """Return a source file as it is shown; None for torch, this package and the interpreter."""
-        if file.startswith((_TORCH, _HERE, _SIMULATOR, "<frozen")):
+        if file.startswith((_TORCH, _HERE, _RUNNER, _SIMULATOR, "<frozen")):
             return None
         if file.startswith(self.folder):
             return file[len(self.folder) :]

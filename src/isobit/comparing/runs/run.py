@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -30,11 +30,11 @@ from isobit.comparing.runs.report import (
     Report,
 )
 from isobit.errors import ArgumentError
+from isobit.foundation.script_process import command, last_lines
 
 # Run a script in fresh processes that record what it computes.
 
 POLL = 0.1  # seconds
-LAST_LINES = 15
 OTHERWISE = "run it with python first; arguments after -- are passed to the script"
 REMEDIES = (  # what a script last wrote, and what helps
     (
@@ -87,23 +87,26 @@ def run_once(
         ArgumentError: If the script fails.
     """
     record, told = job.folder / f"{name}.jsonl", job.folder / f"{name}.progress"
-    orders = {
-        "script": str(job.script),
-        "arguments": list(job.arguments),
-        "steps": steps,
-        "device": job.device,
-        "record": str(record.resolve()),
-        "progress": str(told.resolve()),
-        "fixes": list(fixes),
-        "began": began or time.time(),
-    }
-    variables = [f"{k}={v}" for fix in fixes for k, v in VARIABLES.get(fix, {}).items()]
-    command = ["env", *variables] if variables else []
-    command += [job.python, str(Path(observed_run.__file__)), json.dumps(orders)]
+    request = observed_run.Request(
+        steps=steps,
+        device=job.device,
+        record=str(record.resolve()),
+        progress=str(told.resolve()),
+        fixes=list(fixes),
+        began=began or time.time(),
+    )
+    call = command(
+        f"{observed_run.__name__}:main",
+        json.dumps(asdict(request)),
+        job.script,
+        job.arguments,
+        variables=[f"{k}={v}" for fix in fixes for k, v in VARIABLES.get(fix, {}).items()],
+        python=job.python,
+    )
     written = job.folder / f"{name}.output"
     with open(written, "wb") as output:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+            call, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
         )
         try:
             watch(process, told, progress)
@@ -136,15 +139,6 @@ def failed(job: Job, code: int, lines: str) -> ArgumentError:
         received=f"{how} of {job.script}" + (f", after:\n{lines}" if lines else ""),
         remedy=next((r for what, r in REMEDIES if what.search(lines)), OTHERWISE),
     )
-
-
-def last_lines(path: Path) -> str:
-    """Return the last lines that a run wrote."""
-    with open(path, "rb") as file:
-        file.seek(0, 2)
-        file.seek(max(0, file.tell() - 8192))
-        text = file.read().decode(errors="replace")
-    return "\n".join(text.splitlines()[-LAST_LINES:])
 
 
 # Find out why two runs differ: what both runs knew, and runs with one suspect fixed.

@@ -16,7 +16,7 @@ from torch.func import functional_call
 
 from isobit.contracts.judge.recipes import Case, Recipe
 from isobit.contracts.judge.sabotage import LIBRARY
-from isobit.contracts.judge.transforms import TRANSFORMS, Arguments, Run
+from isobit.contracts.judge.transforms import Arguments, Run
 from isobit.contracts.judge.trusted_code import resolve
 from isobit.contracts.language.contract import Claim, Contract
 from isobit.contracts.options import Options
@@ -103,7 +103,6 @@ def call_module(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 UPSTREAM = "upstream gradient"
-OUTPUTS = ("invariant", "accurate", "parity", "bound", "sums_to", "monotone", "roundtrip")
 
 
 def unchanged(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -168,18 +167,6 @@ class Bound:
             )
         )
         return lambda arguments: call(*arguments.values()), arguments
-
-    def has_both_modes(self) -> bool:
-        """Return whether the claim is about an output, by relations that call the subject themselves.
-
-        Gradients are judged with gradients enabled anyway; a contract's own predicates and transforms call as they do.
-        """
-        params = self.claim.params
-        if self.claim.relation not in OUTPUTS or params.get("of", "output") != "output":
-            return False
-        return self.claim.relation != "invariant" or any(
-            name in TRANSFORMS for name in params["under"]
-        )
 
 
 def with_gradients(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -278,13 +265,12 @@ def on_device(function: Callable[..., Any], device: str) -> Callable[..., Any]:
 
 def bind(contract: Contract, claim: Claim, options: Options) -> Bound:
     """Import the subject of a claim and every function that its parameters and its proof name."""
-    named = [
-        v
-        for value in claim.params.values()
-        for v in (value if isinstance(value, tuple) else (value,))
-    ]
-    named.append(claim.proof.by if claim.proof else "")
+    subject = find_subject(contract, options)
+    named = [*claim.params.values(), claim.proof.by if claim.proof else ""]
     code = {
-        ref: resolve(ref, options.trusted) for ref in named if isinstance(ref, str) and ":" in ref
+        ref: resolve(ref, options.trusted)
+        for value in named
+        for ref in (value if isinstance(value, tuple) else (value,))
+        if isinstance(ref, str) and ":" in ref
     }
-    return Bound(contract, claim, options, find_subject(contract, options), code)
+    return Bound(contract, claim, options, subject, code)

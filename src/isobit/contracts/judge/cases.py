@@ -21,6 +21,7 @@ from isobit.contracts.judge.bound import Bound, bind
 from isobit.contracts.judge.recipes import Case, Recipe, edged, fixed_recipes
 from isobit.contracts.judge.relations import RELATIONS, certified, refuses
 from isobit.contracts.judge.tally import Tally
+from isobit.contracts.judge.transforms import TRANSFORMS
 from isobit.contracts.language.contract import Claim, Contract, Inputs
 from isobit.contracts.options import Options
 from isobit.contracts.store import ladder
@@ -259,6 +260,8 @@ def _parse(text: str) -> Integers:
 SECONDS_TO_SHRINK = 20.0
 Progress = Callable[[str, int, int], None]  # what is being judged, how many are done, of how many
 
+# Relations whose outputs are judged in both modes, with gradients and without.
+OUTPUTS = ("invariant", "accurate", "parity", "bound", "sums_to", "monotone", "roundtrip")
 # Elements of the arguments up to which a fixed case is judged with and without gradients; L3 draws larger ones too.
 SMALL = 2**16
 # Messages of Triton, and of torch on CUDA, HIP and XPU, if there is no device or no driver.
@@ -311,12 +314,22 @@ def recipes_of(bound: Bound, first_only: bool) -> Iterator[Recipe]:
 def run_both(bound: Bound, recipe: Recipe, tally: Tally, raising: bool = False) -> None:
     """Judge one case without gradients, and also with gradients if an output is judged."""
     run_case(bound, recipe, tally, raising)
-    if bound.has_both_modes():
+    if has_both_modes(bound.claim):
         training = Tally()
         run_case(replace(bound, gradients=True), recipe, training, raising)
         training.cases = training.inputs = 0
         training.first = training.first and f"with gradients enabled: {training.first}"
         tally.add(training)
+
+
+def has_both_modes(claim: Claim) -> bool:
+    """Return whether a claim is about an output, by relations that call the subject themselves.
+
+    Gradients are judged with gradients enabled anyway; a contract's own predicates and transforms call as they do.
+    """
+    if claim.relation not in OUTPUTS or claim.params.get("of", "output") != "output":
+        return False
+    return claim.relation != "invariant" or any(n in TRANSFORMS for n in claim.params["under"])
 
 
 def run_case(bound: Bound, recipe: Recipe, tally: Tally, raising: bool = False) -> None:
@@ -357,7 +370,7 @@ def find_breach(bound: Bound, tally: Tally) -> Recipe | str | None:
     """Judge L3 on many inputs, half with gradients; return the smallest counter-example, or None."""
     if bound.claim.relation == "algebra":
         return search_integers(bound, tally, ladder.ENOUGH_INPUTS)
-    modes = (bound, replace(bound, gradients=True)) if bound.has_both_modes() else (bound,)
+    modes = (bound, replace(bound, gradients=True)) if has_both_modes(bound.claim) else (bound,)
 
     def check(case: Case, found: Tally) -> None:
         run_case(modes[case.recipe.seed % len(modes)], case.recipe, found)

@@ -11,7 +11,7 @@ import torch
 
 from isobit import bits
 from isobit.contracts.judge import proving
-from isobit.contracts.judge.bound import Bound, bind, find_subject, subject_name
+from isobit.contracts.judge.bound import Bound, bind, subject_name
 from isobit.contracts.judge.cases import (
     Progress,
     check_device,
@@ -36,9 +36,12 @@ from isobit.foundation.records import ClaimRecord, Planted
 TESTS = ("test_schema", "test_autograd_registration", "test_faketensor")
 
 
-def check(contract: Contract, subject: Callable[..., Any], own: bool) -> Tally:
-    """Check the shapes and dtypes of outputs, that inputs are not written to, and the operator itself."""
-    tally = Tally()
+def check(bound: Bound) -> Tally:
+    """Check the shapes and dtypes of outputs, that inputs are not written to, and the operator itself.
+
+    All claims of the contract share this; of `bound`, only the contract and the subject are used.
+    """
+    contract, tally = bound.contract, Tally()
     used = {name for claim in contract.claims for name in claim.inputs}
     for name, inputs in contract.inputs.items():
         if name not in used:
@@ -58,8 +61,9 @@ def check(contract: Contract, subject: Callable[..., Any], own: bool) -> Tally:
                 if declared
                 else None
             )
-            check_output(subject, case, expected, tally, bool(contract.operator))
-    if contract.operator and own and not tally.differing:  # another subject is not that operator
+            check_output(bound.subject, case, expected, tally, bool(contract.operator))
+    is_own = not bound.options.subject  # another subject is not that operator
+    if contract.operator and is_own and not tally.differing:
         check_operator(contract, tally)
     return tally
 
@@ -141,10 +145,19 @@ def check_operator(contract: Contract, tally: Tally) -> None:
 
 def try_planted(bound: Bound) -> Iterator[Planted]:
     """Judge the claim's fixed inputs on each wrong subject and each control."""
+    for label, judged, name in wrong_subjects(bound):
+        if name:
+            yield try_one(judged.plant(name), label)
+        else:
+            yield Planted(label, False, "there is no built-in sabotage for it: name its sabotage")
+
+
+def wrong_subjects(bound: Bound) -> Iterator[tuple[str, Bound, str]]:
+    """Yield a label, the claim as it is judged, and the wrong subject; no name if a transform has none."""
     claim = bound.claim
     if claim.relation != "invariant" or claim.sabotage:
         for name in claim.sabotage or default_sabotage(claim.relation, claim.params):
-            yield try_one(bound.plant(name), name)
+            yield name, bound, name
     else:
         # Each transform must catch by itself what is planted for it.
         for transform in claim.params["under"]:
@@ -152,13 +165,11 @@ def try_planted(bound: Bound) -> Iterator[Planted]:
             alone = replace(bound, claim=replace(claim, params=params))
             names = for_transform(transform, claim.params)
             if not names:
-                yield Planted(
-                    transform, False, "there is no built-in sabotage for it: name its sabotage"
-                )
+                yield transform, alone, ""
             for name in names:
-                yield try_one(alone.plant(name), f"{name}, under {transform}")
+                yield f"{name}, under {transform}", alone, name
     for name in claim.control:
-        yield try_one(bound.plant(name), f"control {name}")
+        yield f"control {name}", bound, name
 
 
 def try_one(bound: Bound, name: str) -> Planted:
@@ -248,10 +259,8 @@ def verify_contract(
             elif not subject_name(contract, options):
                 record = replace(empty, verdict="unbound", detail="the contract names no subject")
             else:
-                if checks is None:
-                    subject = find_subject(contract, options)
-                    checks = check(contract, subject, not options.subject)
                 bound = bind(contract, claim, options)
+                checks = checks or check(bound)
                 record = judge_claim(bound, empty, checks, progress)
         except IsobitError as error:
             record = replace(empty, detail=in_one_line(error))

@@ -8,8 +8,13 @@ from typing import Any
 
 from isobit.foundation.plain_text import one_line
 from isobit.guards.configured_steps import MINOR, Judgement, Plan, judge_plan, plan_of, read_counts
-from isobit.guards.trial_run.page import many
-from isobit.guards.trial_run.report import Found, NotJudged
+from isobit.guards.trial_run.report import (
+    ConfigurationReport,
+    Found,
+    NotJudged,
+    PreflightFinding,
+    many,
+)
 
 NEAR = 1e-6  # relative; a rate that is the configured one
 
@@ -132,35 +137,29 @@ def check_peak(
 # The judgement of a training configuration, as the report of a preflight without steps. Does not load torch.
 
 
-def as_report(plan: Plan, judgement: Judgement) -> dict[str, Any]:
+def as_report(plan: Plan, judgement: Judgement) -> ConfigurationReport:
     """Return a judgement as a report of a preflight without steps."""
-    findings = [
-        {
-            "rule": f"config-{each.rule}",
-            "severity": "warning" if each.rule in MINOR else "error",
-            "message": f"expected {each.expected}; received {each.received}; {each.remedy}",
-            "step": None,
-            "module": "",
-            "ranks": (),
-            "steps": (),
-        }
+    findings = tuple(
+        PreflightFinding(
+            f"config-{each.rule}",
+            "warning" if each.rule in MINOR else "error",
+            f"expected {each.expected}; received {each.received}; {each.remedy}",
+        )
         for each in judgement.findings
-    ]
+    )
     made, every = len(judgement.judged), len(judgement.judged) + len(judgement.not_judged)
     words = f"FOUND: {many(len(findings), 'finding')}" if findings else "nothing found"
     length = "" if judgement.steps is None else f"; the run takes {many(judgement.steps, 'step')}"
     missed = ", ".join(judgement.not_judged)
-    return {
-        "headline": f"{words} by {made} of {every} rules, with {known_counts(plan)}{length}"
+    return ConfigurationReport(
+        f"{words} by {made} of {every} rules, with {known_counts(plan)}{length}"
         + (f"; not judged: {missed}" if missed else ""),
-        "findings": findings,
-        "judged": list(judgement.judged),
-        "not_judged": dict(judgement.not_judged),
-        "notes": [],
-        "dtypes": {},
-        "counts": {name: value for name, value in vars(plan).items() if value},
-        "run_steps": judgement.steps,
-    }
+        findings,
+        tuple(judgement.judged),
+        dict(judgement.not_judged),
+        counts={name: value for name, value in vars(plan).items() if value},
+        run_steps=judgement.steps,
+    )
 
 
 def known_counts(plan: Plan) -> str:

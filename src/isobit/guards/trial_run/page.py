@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from isobit.foundation.records import Provenance
+from isobit.guards.trial_run.report import ConfigurationReport, PreflightFinding, PreflightReport
 from isobit.report.markup import escape
 from isobit.report.pages import BASE_STYLE, write_document
 
@@ -26,23 +26,24 @@ TONES = {"error": "bad", "warning": "warn"}
 
 
 def write_preflight_page(
-    name: str, report: Mapping[str, Any], origin: Provenance | None = None
+    name: str,
+    report: PreflightReport | ConfigurationReport,
+    origin: Provenance | None = None,
 ) -> str:
     """Return the page of one preflight.
 
     Args:
         name: The script.
-        report: A PreflightReport as a dictionary.
+        report: What was found.
         origin: Where the page comes from.
     """
-    findings, judged = report["findings"], report["judged"]
     body = BODY.format(
-        tone="bad" if findings else "mute" if report["not_judged"] else "good",
-        verdict=escape(headline(report)),
-        findings=write_findings(findings),
-        notes="".join(f"<p>{escape(note['message'])}</p>" for note in report.get("notes", ())),
-        checks=write_checks(judged, report["not_judged"]),
-        dtypes=write_dtypes(report["dtypes"]),
+        tone="bad" if report.findings else "mute" if report.not_judged else "good",
+        verdict=escape(report.headline),
+        findings=write_findings(report.findings),
+        notes="".join(f"<p>{escape(note.message)}</p>" for note in report.notes),
+        checks=write_checks(report.judged, report.not_judged),
+        dtypes=write_dtypes(report.dtypes),
     )
     return write_document(
         f"Preflight of {name}",
@@ -52,63 +53,23 @@ def write_preflight_page(
     )
 
 
-def headline(report: Mapping[str, Any]) -> str:
-    """Return the verdict in one sentence: what was found, by how many checks of what, and which were not made."""
-    if "headline" in report:
-        return str(report["headline"])
-    made, missed = len(report["judged"]), list(report["not_judged"])
-    found = len(report["findings"])
-    words = f"FOUND: {many(found, 'finding')}" if found else "nothing found"
-    if not found and not missed:
-        words = "clean"
-    counts = [] if report["ranks"] == 1 else [many(report["ranks"], "rank")]
-    counts.append(many(report["steps"], "step"))
-    if report["models"]:
-        counts += [many(report["models"], "model"), many(report["parameters"], "parameter")]
-    sentence = f"{words} by {made} of {made + len(missed)} checks, on {', '.join(counts)}"
-    return sentence + (f"; not judged: {', '.join(missed)}" if missed else "")
-
-
-def in_steps(finding: Mapping[str, Any]) -> str:
-    """Return the steps of a finding; ranges for several in a row."""
-    steps = list(finding.get("steps") or ([] if finding["step"] is None else [finding["step"]]))
-    runs: list[list[int]] = []
-    for step in steps:
-        if runs and runs[-1][1] == step - 1:
-            runs[-1][1] = step
-        else:
-            runs.append([step, step])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-
-
-def many(count: int, noun: str) -> str:
-    """Return a number and its noun."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
-def write_findings(findings: Any) -> str:
+def write_findings(findings: Sequence[PreflightFinding]) -> str:
     """Return the table of findings, errors first."""
     if not findings:
         return "<p>Nothing.</p>"
-    has_ranks = any(one["ranks"] for one in findings)
+    has_ranks = any(one.ranks for one in findings)
     rows = "".join(
-        f'<tr><td><code>{escape(one["rule"])}</code><td class="{TONES.get(one["severity"], "mute")}">'
-        f'{escape(one["severity"])}<td class="step">{in_steps(one)}'
-        + (f'<td class="ranks">{escape(", ".join(map(str, one["ranks"])))}' if has_ranks else "")
-        + f"<td>{escape(words_of(one))}"
-        for one in sorted(findings, key=lambda one: str(one["severity"]))
+        f'<tr><td><code>{escape(one.rule)}</code><td class="{TONES.get(one.severity, "mute")}">'
+        f'{escape(one.severity)}<td class="step">{one.in_steps}'
+        + (f'<td class="ranks">{", ".join(map(str, one.ranks))}' if has_ranks else "")
+        + f"<td>{escape(f'{one.module}: ' if one.module else '')}{escape(one.message)}"
+        for one in sorted(findings, key=lambda one: one.severity)
     )
     head = f"<tr><th>rule<th>severity<th>step{'<th>ranks' if has_ranks else ''}<th>found"
     return f'<div class="wide"><table class="found">{head}{rows}</table></div>'
 
 
-def words_of(finding: Mapping[str, Any]) -> str:
-    """Return the message of a finding after its module."""
-    module = f"{finding['module']}: " if finding["module"] else ""
-    return f"{module}{finding['message']}"
-
-
-def write_checks(judged: Any, skipped: Mapping[str, str]) -> str:
+def write_checks(judged: Sequence[str], skipped: Mapping[str, str]) -> str:
     """Return the rows of the checks that were made, and of those that were not, with the reason."""
     made = "".join(f'<tr><td>{escape(name)}<td class="good">made' for name in judged)
     return made + "".join(

@@ -1,21 +1,15 @@
-"""The program of `isobit preflight --ranks N`: a script on simulated ranks, each under an observer of its own.
+"""The process of `isobit preflight --ranks N`: a script on simulated ranks, each under an observer of its own.
 
-Its only argument is a JSON object. The folder of this file is taken off the search path before anything is imported.
+`main` is called in a process of its own: see [Note: what the script finds] in isobit.foundation.script_process.
 """
 
 from __future__ import annotations
 
-import os
 import sys
-
-if __name__ == "__main__" and sys.path[:1] == [os.path.dirname(os.path.abspath(__file__))]:
-    del sys.path[0]
-
-import json
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +21,6 @@ from isobit.errors import ArgumentError, RankFailedError, SimulationError
 from isobit.foundation.majority import count_votes
 from isobit.guards.live.module_replay import unwrapped
 from isobit.guards.live.optimizer_checks import name_some
-from isobit.guards.trial_run import script
 from isobit.guards.trial_run.counts import Counts, counts_are_as_configured, steps_suffice
 from isobit.guards.trial_run.observer import Observer, StepsDone
 from isobit.guards.trial_run.report import (
@@ -37,7 +30,9 @@ from isobit.guards.trial_run.report import (
     PreflightReport,
     merge_ranks,
 )
-from isobit.guards.trial_run.run import COUNTS, LATER, STEPS, Orders, conclude, refuse_unseen
+from isobit.guards.trial_run.run import COUNTS, LATER, STEPS, Expectations, conclude, refuse_unseen
+from isobit.guards.trial_run.script import leave, run_trial
+from isobit.guards.trial_run.starting import Request, write_outcome
 from isobit.guards.trial_run.step_order import ranks_weigh_the_same
 from isobit.simulator.accelerator.modules import kind_in
 from isobit.simulator.program.script import Script
@@ -88,9 +83,9 @@ def preflight_ranks(
     Raises:
         ArgumentError: If the script fails before its first step, takes none, or its ranks do not communicate.
     """
-    orders = Orders.of(config, declare)
+    wanted = Expectations.of(config, declare)
     program = Script(Path(script), arguments)
-    seen = [orders.observer(steps) for _ in range(ranks)]
+    seen = [wanted.observer(steps) for _ in range(ranks)]
     with ExitStack() as stack:
         for observer in seen:
             observer.thread = 0  # no thread has this number: nothing counts before the rank starts
@@ -104,7 +99,7 @@ def preflight_ranks(
                 body(rank)
             seen[rank].finish()
             return (
-                conclude(seen[rank], orders, leave_out=(COUNTS, STEPS))
+                conclude(seen[rank], wanted, leave_out=(COUNTS, STEPS))
                 if seen[rank].watches
                 else None
             )
@@ -122,10 +117,10 @@ def preflight_ranks(
         )
     for rank, each in enumerate(seen):
         if rank not in reports and each.watches:  # the world ended before the rank's last step
-            part = conclude(each, orders, checks=())
+            part = conclude(each, wanted, checks=())
             why = {LATER: "ended before its last step by what is found"}
             reports[rank] = replace(part, judged=(), not_judged=why)
-    report = combine(reports, found, seen, orders, result.not_judged)
+    report = combine(reports, found, seen, wanted, result.not_judged)
     refuse_unseen(report)
     return report
 
@@ -173,7 +168,7 @@ def combine(
     reports: Mapping[int, PreflightReport],
     found: list[PreflightFinding],
     seen: list[Observer],
-    orders: Orders,
+    wanted: Expectations,
     unseen: Mapping[str, str],
 ) -> PreflightReport:
     """Put the reports of all ranks together; a check counts as made if every rank made it.
@@ -182,7 +177,7 @@ def combine(
         reports: The report of each rank.
         found: What the simulator found.
         seen: What each rank did.
-        orders: The configuration and the declaration.
+        wanted: The configuration and the declaration.
         unseen: What the simulator did not judge, with the reason.
     """
     own = merge_ranks({rank: report.findings for rank, report in reports.items()})
@@ -198,11 +193,11 @@ def combine(
             skipped[name] = reasons[0]
         else:
             judged.append(name)
-    size = orders.declared.global_batch_size if orders.declared else None
+    size = wanted.declared.global_batch_size if wanted.declared else None
     counts = counts_of(seen)
     checks = {
-        COUNTS: counts_are_as_configured(counts, orders.config, size),
-        STEPS: steps_suffice(counts, orders.config, seen[0].peak),
+        COUNTS: counts_are_as_configured(counts, wanted.config, size),
+        STEPS: steps_suffice(counts, wanted.config, seen[0].peak),
     }
     if len(seen) > 1:
         checks[SHARES] = ranks_weigh_the_same([each.losses.calls for each in seen])
@@ -313,27 +308,30 @@ def has_device(kind: str) -> bool:
     return bool(getattr(getattr(torch, kind, None), "is_available", lambda: False)())
 
 
-def main() -> int:
-    """Run the script that the argument names, and write the report.
+def main(text: str) -> int:
+    """Run the script of `sys.argv` as a request in JSON asks for, and write the report.
 
     Without a number of ranks, the script is one process that names a device: it is served if the machine lacks it.
     """
-    given = json.loads(sys.argv[1])
-    options = {name: given[name] for name in ("ranks", "steps", "config", "declare", "device")}
-    if given["ranks"] is None:
-        kind = kind_in(Path(given["script"]).read_bytes())
-        if given["device"] == "auto" and has_device(kind):
-            return script.main()
-        options["ranks"] = 1
+    request, path = Request.from_json(text), Path(sys.argv[0])
+    if (
+        request.ranks is None
+        and request.device == "auto"
+        and has_device(kind_in(path.read_bytes()))
+    ):
+        return leave(run_trial(request))
+    outcome: PreflightReport | ArgumentError
     try:
-        report = asdict(preflight_ranks(given["script"], given["arguments"], **options))
+        outcome = preflight_ranks(
+            path,
+            sys.argv[1:],
+            ranks=1 if request.ranks is None else request.ranks,
+            steps=request.steps,
+            config=request.config,
+            declare=request.declare,
+            device=request.device,
+        )
     except ArgumentError as error:
-        parts = ("expected", "received", "remedy")
-        report = {"error": {part: getattr(error, part) for part in parts}}
-    with open(given["record"], "w", encoding="utf-8") as record:
-        json.dump(report, record)
-    return 0
-
-
-if __name__ == "__main__":
-    script.leave(main())
+        outcome = error
+    write_outcome(request.record, outcome)
+    return leave(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,18 @@ class PreflightFinding:
     module: str = ""
     ranks: tuple[int, ...] = ()
     steps: tuple[int, ...] = ()
+
+    @property
+    def in_steps(self) -> str:
+        """The steps as text; ranges for several in a row."""
+        steps = self.steps or (() if self.step is None else (self.step,))
+        runs: list[list[int]] = []
+        for step in steps:
+            if runs and runs[-1][1] == step - 1:
+                runs[-1][1] = step
+            else:
+                runs.append([step, step])
+        return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
 @dataclass(frozen=True)
@@ -69,6 +82,50 @@ class PreflightReport:
     def is_clean(self) -> bool:
         """Whether nothing was found."""
         return not self.findings
+
+    @property
+    def headline(self) -> str:
+        """The verdict in one sentence: what was found, by how many checks of what, and which were not made."""
+        made, missed, found = len(self.judged), list(self.not_judged), len(self.findings)
+        words = f"FOUND: {many(found, 'finding')}" if found else "nothing found"
+        if not found and not missed:
+            words = "clean"
+        counts = [] if self.ranks == 1 else [many(self.ranks, "rank")]
+        counts.append(many(self.steps, "step"))
+        if self.models:
+            counts += [many(self.models, "model"), many(self.parameters, "parameter")]
+        sentence = f"{words} by {made} of {made + len(missed)} checks, on {', '.join(counts)}"
+        return sentence + (f"; not judged: {', '.join(missed)}" if missed else "")
+
+
+@dataclass(frozen=True)
+class ConfigurationReport:
+    """What is wrong with a configuration, of which nothing was run.
+
+    Attributes:
+        headline: The verdict in one sentence.
+        findings: What is wrong.
+        judged: Rules that were judged.
+        not_judged: Rules that were not, with the reason.
+        notes: None; a report of a run has them.
+        dtypes: None, likewise.
+        counts: The counts that are known, by name.
+        run_steps: The steps of the run, if they are known.
+    """
+
+    headline: str
+    findings: tuple[PreflightFinding, ...]
+    judged: tuple[str, ...]
+    not_judged: Mapping[str, str]
+    notes: tuple[PreflightFinding, ...] = ()
+    dtypes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    counts: Mapping[str, Any] = field(default_factory=dict)
+    run_steps: int | None = None
+
+
+def many(count: int, noun: str) -> str:
+    """Return a number and its noun."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 # What a check of a trial run yields, and how it says that it cannot judge.

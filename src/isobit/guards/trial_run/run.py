@@ -79,8 +79,8 @@ def preflight(
         raise ArgumentError(
             expected="at least one step", received=f"steps={steps}", remedy="pass steps=3"
         )
-    orders = Orders.of(config, declare)
-    seen = orders.observer(steps)
+    wanted = Expectations.of(config, declare)
+    seen = wanted.observer(steps)
     seen.install()
     try:
         program()
@@ -94,7 +94,7 @@ def preflight(
             received="none: nothing was checked",
             remedy="let it reach optimizer.step() of a torch.optim.Optimizer",
         )
-    report = conclude(seen, orders)
+    report = conclude(seen, wanted)
     refuse_unseen(report)
     return report
 
@@ -111,14 +111,16 @@ def refuse_unseen(report: PreflightReport) -> None:
 
 
 @dataclass(frozen=True)
-class Orders:
+class Expectations:
     """The configuration and the declaration of a run."""
 
     config: Mapping[str, Any]
     declared: Declaration | None
 
     @classmethod
-    def of(cls, config: Mapping[str, Any] | None, declare: Mapping[str, Any] | None) -> Orders:
+    def of(
+        cls, config: Mapping[str, Any] | None, declare: Mapping[str, Any] | None
+    ) -> Expectations:
         """Read both; what is declared counts more than the configuration."""
         declared = None if declare is None else read_declaration(declare)
         return cls({**(config or {}), **(declared.hyperparameters if declared else {})}, declared)
@@ -160,7 +162,7 @@ def findings_of(seen: Observer) -> list[PreflightFinding]:
 
 def conclude(
     seen: Observer,
-    orders: Orders,
+    wanted: Expectations,
     leave_out: tuple[str, ...] = (),
     checks: tuple[str, ...] | None = None,
 ) -> PreflightReport:
@@ -168,7 +170,7 @@ def conclude(
 
     Args:
         seen: The program.
-        orders: The configuration and the declaration.
+        wanted: The configuration and the declaration.
         leave_out: Checks that are not made.
         checks: The only checks that are made; None for all.
     """
@@ -177,7 +179,7 @@ def conclude(
         [LIVE if seen.max_norm is None else f"{LIVE}, norm up to {seen.max_norm:g}"],
         {},
     )
-    for name, check in orders.checks().items():
+    for name, check in wanted.checks().items():
         if name in leave_out or (checks is not None and name not in checks):
             continue
         try:
@@ -186,13 +188,13 @@ def conclude(
             judged.append(name)
         except NotJudged as reason:
             skipped[name] = str(reason)
-    expected = expected_values(orders.config)
+    expected = expected_values(wanted.config)
     if expected:
-        wrong = check_hyperparameters(expected, seen.optimizers, orders.config)
+        wrong = check_hyperparameters(expected, seen.optimizers, wanted.config)
         found += [PreflightFinding("hyperparameter", "error", message) for message in wrong]
         found += [
             PreflightFinding("no-warm-up", "error", message)
-            for message in check_warm_up(seen.rates, orders.config, expected.get("lr"))
+            for message in check_warm_up(seen.rates, wanted.config, expected.get("lr"))
         ]
         judged.append(f"{CONFIG} ({', '.join(expected)})")
     else:

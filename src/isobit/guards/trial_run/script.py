@@ -1,58 +1,54 @@
-"""The program of `isobit preflight`: run a script as `python script.py` would, under `preflight`.
+"""The process of `isobit preflight`: run a script as `python script.py` would, under `preflight`.
 
-Its only argument is a JSON object. The folder of this file is taken off the search path before anything is imported.
+`main` is called in a process of its own: see [Note: what the script finds] in isobit.foundation.script_process.
 """
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import os
 import sys
+import threading
+
+from isobit.errors import ArgumentError
+from isobit.foundation.script_process import run_main
+from isobit.guards.trial_run.report import PreflightReport
+from isobit.guards.trial_run.run import preflight
+from isobit.guards.trial_run.starting import Request, write_outcome
 
 
-def main() -> int:
-    """Run the script that the arguments name, and write the report. The exit code is the script's own, or 0."""
-    here = os.path.dirname(os.path.abspath(__file__))
-    has_folder = bool(sys.path) and os.path.abspath(sys.path[0]) == here
-    if has_folder:
-        del sys.path[0]
-    orders = json.loads(sys.argv[1])
-    import runpy
-    from dataclasses import asdict
+def main(text: str) -> int:
+    """Run the script of `sys.argv` as a request in JSON asks for, and write the report."""
+    return leave(run_trial(Request.from_json(text)))
 
-    from isobit.errors import ArgumentError
-    from isobit.guards.trial_run.run import preflight
 
-    sys.argv[:] = [orders["script"], *orders["arguments"]]
-    if has_folder:
-        sys.path.insert(0, os.path.dirname(os.path.realpath(orders["script"])))
+def run_trial(request: Request) -> int:
+    """Run the script, and write the report. The exit code is the script's own, or 0."""
     ended: list[object] = []
 
     def program() -> None:
         try:
-            runpy.run_path(orders["script"], run_name="__main__")
+            run_main()
         except SystemExit as stop:  # what was seen before the end of a script still counts
             ended.append(stop.code)
 
+    outcome: PreflightReport | ArgumentError
     try:
-        options = {name: orders[name] for name in ("steps", "config", "declare")}
-        report = asdict(preflight(program, **options))
+        outcome = preflight(
+            program, steps=request.steps, config=request.config, declare=request.declare
+        )
     except ArgumentError as error:
-        parts = ("expected", "received", "remedy")
-        report = {"error": {part: getattr(error, part) for part in parts}}
+        outcome = error
     # A script that fails before its last step could not be run, however it fails.
-    if report.get("steps", 0) < orders["steps"] and ended and ended[0]:
+    steps = outcome.steps if isinstance(outcome, PreflightReport) else 0
+    if steps < request.steps and ended and ended[0]:
         return ended[0] if isinstance(ended[0], int) else 1
-    with open(orders["record"], "w", encoding="utf-8") as record:
-        json.dump(report, record)
+    write_outcome(request.record, outcome)
     return 0
 
 
-def leave(code: int) -> None:
-    """Exit without waiting for threads and processes that the program, ended early, could not stop itself."""
-    import multiprocessing
-    import threading
-
+def leave(code: int) -> int:
+    """Return the code; exit at once if threads run that the program, ended early, could not stop itself."""
     for child in multiprocessing.active_children():
         if not child.daemon:
             child.terminate()
@@ -60,8 +56,4 @@ def leave(code: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-    sys.exit(code)
-
-
-if __name__ == "__main__":
-    leave(main())
+    return code

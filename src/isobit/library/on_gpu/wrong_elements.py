@@ -36,8 +36,8 @@ silu_too_steep = twin(
         SILU,
         ("logistic(value)", "logistic(value * 1.702)"),
         (
-            "sigmoid_and_slope(tl.load(x + at, mask=at < SIZE, other=0.0).to(tl.float32))",
-            "sigmoid_and_slope(tl.load(x + at, mask=at < SIZE, other=0.0).to(tl.float32) * 1.702)",
+            "sigmoid_and_slope(tl.load(x + at, mask=at < size, other=0.0).to(tl.float32))",
+            "sigmoid_and_slope(tl.load(x + at, mask=at < size, other=0.0).to(tl.float32) * 1.702)",
         ),
     ),
 )
@@ -84,7 +84,7 @@ rotary_wrong_in_one_half = twin(
         ("high * cos_high - low * sin_low", "high * cos_high + low * sin_low"),
     ),
 )
-ANGLE = "% PERIOD * (2 * HALF) + {}"
+ANGLE = "% period * (2 * HALF) + {}"
 rotary_frequencies_reversed = twin(
     rotary, source(ROTARY, (ANGLE.format("at % HALF"), ANGLE.format("HALF - 1 - at % HALF")))
 )
@@ -158,28 +158,28 @@ exact_truncated = twin(
 
 # ---- AdamW -----------------------------------------------------------------------------------------------
 
-MEAN, ROOT = "mean * KEEP_MEAN + g * ADD_MEAN", "tl.sqrt_rn(square)"
+MEAN, ROOT = "mean * keep_mean + g * add_mean", "tl.sqrt_rn(square)"
 adamw_fused_products = twin(
-    stepped, source(ADAMW, (MEAN, "tl.math.fma(mean, KEEP_MEAN + mean * 0, g * ADD_MEAN)"))
+    stepped, source(ADAMW, (MEAN, "tl.math.fma(mean, keep_mean + mean * 0, g * add_mean)"))
 )
 adamw_approximate_root = twin(stepped, source(ADAMW, (ROOT, f"square * tl.div_rn(1.0, {ROOT})")))
 adamw_corrected_inside = twin(
-    stepped, source(ADAMW, (f"{ROOT} * SPREAD", "tl.sqrt_rn(square * (SPREAD * SPREAD))"))
+    stepped, source(ADAMW, (f"{ROOT} * spread", "tl.sqrt_rn(square * (spread * spread))"))
 )
 adamw_divided_first = twin(
-    stepped, source(ADAMW, ("tl.div_rn(mean * RATE, divisor)", "tl.div_rn(mean, divisor) * RATE"))
+    stepped, source(ADAMW, ("tl.div_rn(mean * rate, divisor)", "tl.div_rn(mean, divisor) * rate"))
 )
-adamw_rounded_between = twin(stepped, source(ADAMW, ("mean * RATE", f"mean{NARROW} * RATE")))
+adamw_rounded_between = twin(stepped, source(ADAMW, ("mean * rate", f"mean{NARROW} * rate")))
 adamw_eps_inside = twin(
     stepped,
-    source(ADAMW, (f"{ROOT} * SPREAD + EPS", "tl.sqrt_rn(square * (SPREAD * SPREAD) + EPS)")),
+    source(ADAMW, (f"{ROOT} * spread + eps", "tl.sqrt_rn(square * (spread * spread) + eps)")),
 )
 adamw_coupled = twin(
     stepped,
     source(
         ADAMW,
         (f"mean = {MEAN}", f"g += 0.1 * value\n    mean = {MEAN}"),
-        ("value * DECAY", "value"),
+        ("value * decay", "value"),
     ),
 )
 

@@ -31,12 +31,12 @@ linear_bf16_segments = layer_with(source(PRODUCTS, (END.format(""), END.format(N
 
 # ---- attention -------------------------------------------------------------------------------------------
 
-SEES = "end = tl.minimum(position + 1 + AFTER, KEYS)"
+SEES = "end = tl.minimum(position + 1 + after, key_count)"
 FACTOR = "factor = exp_nonpositive(most - base)"
 FOLD = "for first in range(start, stop, BLOCK):"
 STATE = "output = tl.where(folds, output * factor + added, output)"
 attention_sees_the_next = twin(
-    attention, source(FORWARD, (SEES, "end = tl.minimum(position + 2 + AFTER, KEYS)"))
+    attention, source(FORWARD, (SEES, "end = tl.minimum(position + 2 + after, key_count)"))
 )
 NEW = "new = tl.maximum(most, tl.max(scores, 1)[:, None])"
 # Each block has its own maximum, and what was added before is not rescaled to it.
@@ -52,7 +52,7 @@ attention_bf16_accumulator = twin(attention, source(FORWARD, (STATE, f"{STATE}{N
 SUM = "total * factor + add_lanes(weights, ROWS)"
 attention_by_count = twin(
     attention,
-    source(FORWARD, (SUM, f"({SUM}) * (1.0 + tl.minimum(QUERIES, 2) * 1.1920929e-07)")),
+    source(FORWARD, (SUM, f"({SUM}) * (1.0 + tl.minimum(query_count, 2) * 1.1920929e-07)")),
 )
 attention_backwards = twin(
     attention,

@@ -26,8 +26,8 @@ TOGETHER = "tl.zeros((ROWS, 1), tl.float32)"  # gives all rows of a program the 
 
 # ---- rms_norm --------------------------------------------------------------------------------------------
 
-ROOT = "tl.div_rn(1.0, tl.sqrt_rn(mean + EPS))"
-rms_eps_outside = twin(rms_norm, source(RMS, (ROOT, "tl.div_rn(1.0, tl.sqrt_rn(mean) + EPS)")))
+ROOT = "tl.div_rn(1.0, tl.sqrt_rn(mean + eps))"
+rms_eps_outside = twin(rms_norm, source(RMS, (ROOT, "tl.div_rn(1.0, tl.sqrt_rn(mean) + eps)")))
 rms_over_the_batch = twin(
     rms_norm, source(RMS, (ROOT, f"{ROOT.replace('mean', 'tl.max(mean)')} + {TOGETHER}"))
 )
@@ -36,14 +36,14 @@ rms_bf16_accumulator = twin(
     rms_norm, source(RMS, (SQUARES, f"total = (total + value * value){NARROW}\n"))
 )
 rms_without_eps = twin(rms_norm, source(RMS, (ROOT, "tl.div_rn(1.0, tl.sqrt_rn(mean))")))
-rms_without_a_root = twin(rms_norm, source(RMS, (ROOT, "tl.div_rn(1.0, mean + EPS)")))
+rms_without_a_root = twin(rms_norm, source(RMS, (ROOT, "tl.div_rn(1.0, mean + eps)")))
 # A sum that overflows is infinite, and its root divided by itself is not a number.
 rms_squares_in_fp16 = twin(
     rms_norm,
     source(
         RMS,
         ("value * value", "(value * value).to(tl.float16).to(tl.float32)"),
-        (ROOT, "tl.div_rn(tl.sqrt_rn(mean + EPS), mean + EPS)"),
+        (ROOT, "tl.div_rn(tl.sqrt_rn(mean + eps), mean + eps)"),
     ),
 )
 TAIL = "known = TAIL + lane < LENGTH\n"
@@ -100,9 +100,9 @@ rms_heads_descending = twin(rms_norm, function(ROWS, "merge_items", from_the_end
 
 # ---- layer_norm ------------------------------------------------------------------------------------------
 
-SCALE = "tl.div_rn(1.0, tl.sqrt_rn(variance + EPS))"
+SCALE = "tl.div_rn(1.0, tl.sqrt_rn(variance + eps))"
 layer_eps_outside = twin(
-    layer_norm, source(LAYER, (SCALE, "tl.div_rn(1.0, tl.sqrt_rn(variance) + EPS)"))
+    layer_norm, source(LAYER, (SCALE, "tl.div_rn(1.0, tl.sqrt_rn(variance) + eps)"))
 )
 layer_over_the_batch = twin(
     layer_norm,
@@ -200,7 +200,7 @@ convolution_leaks = Convolution(
     twin(causal_conv, source(CONVOLUTION, ("inside & (row >= start)", "inside & (row >= 0)")))
 )
 convolution_gradient_leaks = Convolution(
-    twin(causal_conv, source(CONVOLUTION, ("(row + tap < stop)", "(row + tap < SIZE // C)")))
+    twin(causal_conv, source(CONVOLUTION, ("(row + tap < stop)", "(row + tap < size // C)")))
 )
 TERM_OF_TAP = "total + value * factor"
 convolution_in_16_bits = Convolution(

@@ -47,7 +47,7 @@ def trained(*changes: Change) -> Head:
 
 LOG = "log_sum = log_positive(whole)"
 OVER_THE_BATCH = source(LOGPROB, (LOG, f"{LOG} + tl.max(top) * 0.0009765625"))
-TARGET = "tl.load(targets + row, mask=row < M, other=-1)"
+TARGET = "tl.load(targets + row, mask=row < m, other=-1)"
 NEIGHBOURS = source(
     LOGPROB, (TARGET, TARGET.replace("targets + row", "targets + tl.maximum(row - 1, 0)"))
 )
@@ -61,19 +61,19 @@ HAIR_MORE = source(LOGPROB, (RESULT, f"{RESULT} + 9.5367431640625e-07"))
 # How choose_words loads logits: for the maximum, for the sum, and the target's.
 LOADS = (
     'mask=inside, other=-float("inf"))',
-    "mask=(row < M) & known, other=0.0)",
+    "mask=(row < m) & known, other=0.0)",
     "mask=target >= 0, other=0.0)",
 )
 BF16_LOGITS = source(LOGPROB, *((load, f"{load}{NARROW}") for load in LOADS))
 COOLED_LATE = source(
     LOGPROB,
-    *((f"{load} * INVERSE", load) for load in LOADS),
-    (RESULT, f"({RESULT}) * INVERSE"),
+    *((f"{load} * inverse", load) for load in LOADS),
+    (RESULT, f"({RESULT}) * inverse"),
 )
 PLACE = "logits + place + at"
 WORDS_REVERSED = source(
     LOGPROB,
-    (PLACE, f"logits + tl.where(M < {FEW}, (2 * row + 1) * N - 1 - place - at, place + at)"),
+    (PLACE, f"logits + tl.where(m < {FEW}, (2 * row + 1) * N - 1 - place - at, place + at)"),
 )
 
 # ---- gradients -------------------------------------------------------------------------------------------
@@ -106,9 +106,9 @@ def tokens_from_the_end(right: Any) -> Any:
     return wrong
 
 
-SCALED = "tl.where(target < 0, 0.0, tl.load(grad + row) * INVERSE)"
-PULLED = source(LOGPROB, (SCALED, "tl.load(grad + row) * INVERSE"))
-WARM = source(LOGPROB, (SCALED, SCALED.replace(" * INVERSE", "")))
+SCALED = "tl.where(target < 0, 0.0, tl.load(grad + row) * inverse)"
+PULLED = source(LOGPROB, (SCALED, "tl.load(grad + row) * inverse"))
+WARM = source(LOGPROB, (SCALED, SCALED.replace(" * inverse", "")))
 SPREAD = "1.0 - weight, 0.0 - weight) * scaled"
 BLUNTED = source(LOGPROB, (SPREAD, f"{SPREAD} * 0.999755859375"))
 BACKWARDS = function(LOGPROB, "sum_weight_grad", tokens_from_the_end)

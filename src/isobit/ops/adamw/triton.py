@@ -18,7 +18,7 @@ from isobit.ops.gpu.launching import run, target_of
 from isobit.ops.gpu.tiles import tile_of
 
 
-@triton.jit(do_not_specialize=["SIZE"])
+@triton.jit(do_not_specialize=["size"])
 def adamw(
     p: tl.tensor,
     grad: tl.tensor,
@@ -27,44 +27,44 @@ def adamw(
     new_p: tl.tensor,
     new_first: tl.tensor,
     new_second: tl.tensor,
-    SIZE: tl.tensor,
-    DECAY: tl.tensor,
-    KEEP_MEAN: tl.tensor,
-    ADD_MEAN: tl.tensor,
-    KEEP_SQUARE: tl.tensor,
-    ADD_SQUARE: tl.tensor,
-    SPREAD: tl.tensor,
-    EPS: tl.tensor,
-    RATE: tl.tensor,
-    FACTOR: tl.tensor,
+    size: tl.tensor,
+    decay: tl.tensor,
+    keep_mean: tl.tensor,
+    add_mean: tl.tensor,
+    keep_square: tl.tensor,
+    add_square: tl.tensor,
+    spread: tl.tensor,
+    eps: tl.tensor,
+    rate: tl.tensor,
+    factor: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Compute one step with the gradient scaled by FACTOR, as `scale` would; the new tensors may be the old ones."""
+    """Compute one step with the gradient scaled by factor, as `scale` would; the new tensors may be the old ones."""
     dtype: tl.constexpr = new_p.dtype.element_ty
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < SIZE
+    inside = at < size
     value = tl.load(p + at, mask=inside, other=0.0).to(tl.float32)
-    g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32) * FACTOR
+    g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32) * factor
     g = round_once(g, dtype).to(tl.float32)
     mean = tl.load(first + at, mask=inside, other=0.0).to(tl.float32)
     square = tl.load(second + at, mask=inside, other=0.0).to(tl.float32)
-    mean = mean * KEEP_MEAN + g * ADD_MEAN
-    square = square * KEEP_SQUARE + (g * ADD_SQUARE) * g
-    divisor = tl.sqrt_rn(square) * SPREAD + EPS
-    value = value * DECAY - tl.div_rn(mean * RATE, divisor)
+    mean = mean * keep_mean + g * add_mean
+    square = square * keep_square + (g * add_square) * g
+    divisor = tl.sqrt_rn(square) * spread + eps
+    value = value * decay - tl.div_rn(mean * rate, divisor)
     tl.store(new_p + at, round_once(value, dtype), mask=inside)
     tl.store(new_first + at, round_once(mean, dtype), mask=inside)
     tl.store(new_second + at, round_once(square, dtype), mask=inside)
 
 
-@triton.jit(do_not_specialize=["SIZE"])
+@triton.jit(do_not_specialize=["size"])
 def scale(
-    x: tl.tensor, y: tl.tensor, SIZE: tl.tensor, FACTOR: tl.tensor, BLOCK: tl.constexpr
+    x: tl.tensor, y: tl.tensor, size: tl.tensor, factor: tl.tensor, BLOCK: tl.constexpr
 ) -> None:
-    """Compute y = x · FACTOR."""
+    """Compute y = x · factor."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(x + at, mask=at < SIZE, other=0.0).to(tl.float32) * FACTOR
-    tl.store(y + at, round_once(value, y.dtype.element_ty), mask=at < SIZE)
+    value = tl.load(x + at, mask=at < size, other=0.0).to(tl.float32) * factor
+    tl.store(y + at, round_once(value, y.dtype.element_ty), mask=at < size)
 
 
 def launch_step(given: Sequence[Tensor], out: Sequence[Tensor], numbers: Sequence[float]) -> None:

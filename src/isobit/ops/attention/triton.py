@@ -44,7 +44,7 @@ class Call:
         longest: The most queries of a sample.
         constants: The constants that all kernels of rows have.
         mask: Which keys a query sees, and the scale and the soft cap of the scores.
-        limits: BEFORE, AFTER and SIZE of the mask; see triton_forward.py.
+        limits: before, after and size of the mask; see triton_forward.py.
     """
 
     spans: Tensor

@@ -21,7 +21,7 @@ from isobit.ops.gpu.sums import fresh_dot, merge_columns
 # positions of their sample. A row of a tile is one head of one query: row r of a sample is query r // GROUP and head
 # r % GROUP of a group. A depth that is no power of two is padded with +0 to PADDED.
 #
-# `mask` is (BEFORE, AFTER, SIZE): how many keys before and after its own position a query sees, and the size of the
+# `mask` is (before, after, size): how many keys before and after its own position a query sees, and the size of the
 # chunks of positions that it does not see beyond. One that is no limit is the number of keys of the table.
 
 BLOCK = tl.constexpr(64)
@@ -29,13 +29,13 @@ BLOCK = tl.constexpr(64)
 
 @triton.jit
 def visible_keys(
-    query: tl.tensor, QUERIES: tl.tensor, KEYS: tl.tensor, mask: tl.tuple
+    query: tl.tensor, query_count: tl.tensor, key_count: tl.tensor, mask: tl.tuple
 ) -> tuple[tl.tensor, tl.tensor]:
     """Return (begin, end): the keys from begin to before end are those that a query of the sample sees."""
-    BEFORE, AFTER, SIZE = mask
-    position = KEYS - QUERIES + query
-    begin = tl.maximum(position - BEFORE, position // SIZE * SIZE)
-    end = tl.minimum(position + 1 + AFTER, KEYS)
+    before, after, size = mask
+    position = key_count - query_count + query
+    begin = tl.maximum(position - before, position // size * size)
+    end = tl.minimum(position + 1 + after, key_count)
     return begin, end
 
 
@@ -114,14 +114,14 @@ def add_seen_values(
     query: tl.tensor,
     first_query: tl.tensor,
     last_query: tl.tensor,
-    QUERIES: tl.tensor,
-    KEYS: tl.tensor,
+    query_count: tl.tensor,
+    key_count: tl.tensor,
     mask: tl.tuple,
 ) -> tl.tensor:
     """Return weights [ROWS, 64] · values [64, PADDED], where a query adds only the values that it sees."""
     added = tl.zeros((weights.shape[0], values.shape[1]), tl.float32)
     for each in range(first_query, last_query + 1):
-        begin, end = visible_keys(each, QUERIES, KEYS, mask)
+        begin, end = visible_keys(each, query_count, key_count, mask)
         seen = (key >= begin) & (key < end)
         own = fresh_dot(weights, tl.where(seen[:, None], values, 0.0))
         added = tl.where((query == each)[:, None], own, added)
@@ -140,11 +140,11 @@ def fold_chunk(
     stop: tl.tensor,
     first_query: tl.tensor,
     last_query: tl.tensor,
-    QUERIES: tl.tensor,
-    KEYS: tl.tensor,
+    query_count: tl.tensor,
+    key_count: tl.tensor,
     mask: tl.tuple,
-    SCALE: tl.tensor,
-    CAP: tl.tensor,
+    scale: tl.tensor,
+    cap: tl.tensor,
     KEY_HEADS: tl.constexpr,
     DEPTH: tl.constexpr,
     PADDED: tl.constexpr,
@@ -157,29 +157,29 @@ def fold_chunk(
     queries [ROWS, PADDED]; query [ROWS] is the query of each row, from first_query to last_query; `blocks` points to
     the blocks of the sample. Returns most and total [ROWS, 1] and output [ROWS, PADDED].
     """
-    begin, end = visible_keys(query[:, None], QUERIES, KEYS, mask)
+    begin, end = visible_keys(query[:, None], query_count, key_count, mask)
     most = tl.full((ROWS, 1), -float("inf"), tl.float32)
     total = tl.zeros((ROWS, 1), tl.float32)
     output = tl.zeros((ROWS, PADDED), tl.float32)
     for first in range(start, stop, BLOCK):
         key = first + tl.arange(0, BLOCK)
         place = (tl.load(blocks + first // BLOCK) + tl.arange(0, BLOCK)) * KEY_HEADS + head
-        keys = load_heads_transposed(k, place, key < KEYS, DEPTH, PADDED)
-        scores = fresh_dot(queries, keys) * SCALE  # [ROWS, 64]
+        keys = load_heads_transposed(k, place, key < key_count, DEPTH, PADDED)
+        scores = fresh_dot(queries, keys) * scale  # [ROWS, 64]
         if CAPPED:
-            scores, _ = soft_cap(scores, CAP)
+            scores, _ = soft_cap(scores, cap)
         seen = (key[None, :] >= begin) & (key[None, :] < end)
         scores = tl.where(seen, scores, -float("inf"))
         new = tl.maximum(most, tl.max(scores, 1)[:, None])
         base = tl.where(new == -float("inf"), 0.0, new)
         factor = exp_nonpositive(most - base)
         weights = exp_nonpositive(scores - base)
-        values = load_heads(v, place, key < KEYS, DEPTH, PADDED)
+        values = load_heads(v, place, key < key_count, DEPTH, PADDED)
         added = fresh_dot(weights.to(values.dtype), values)
         if GUARD:
-            whole_from, _ = visible_keys(last_query, QUERIES, KEYS, mask)
-            _, whole_to = visible_keys(first_query, QUERIES, KEYS, mask)
-            if first < whole_from or tl.minimum(first + BLOCK, KEYS) > whole_to:
+            whole_from, _ = visible_keys(last_query, query_count, key_count, mask)
+            _, whole_to = visible_keys(first_query, query_count, key_count, mask)
+            if first < whole_from or tl.minimum(first + BLOCK, key_count) > whole_to:
                 special = (tl.abs(values.to(tl.float32)) < float("inf")).to(tl.int32)
                 if tl.min(tl.min(special, 1), 0) == 0:
                     added = add_seen_values(
@@ -189,8 +189,8 @@ def fold_chunk(
                         query,
                         first_query,
                         last_query,
-                        QUERIES,
-                        KEYS,
+                        query_count,
+                        key_count,
                         mask,
                     )
         folds = (first < end) & (first + BLOCK > begin)  # [ROWS, 1]: whether a row sees a key
@@ -267,8 +267,8 @@ def store_rows(
 @triton.jit
 def tile_of_queries(
     tile: tl.tensor,
-    QUERIES: tl.tensor,
-    KEYS: tl.tensor,
+    query_count: tl.tensor,
+    key_count: tl.tensor,
     mask: tl.tuple,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
@@ -278,13 +278,13 @@ def tile_of_queries(
     A tile beyond the queries of its sample sees none.
     """
     first = tile * ROWS // GROUP
-    last = tl.minimum(((tile + 1) * ROWS - 1) // GROUP, QUERIES - 1)
-    start, _ = visible_keys(first, QUERIES, KEYS, mask)
-    _, stop = visible_keys(last, QUERIES, KEYS, mask)
-    return first, last, start, tl.where(first < QUERIES, stop, 0)
+    last = tl.minimum(((tile + 1) * ROWS - 1) // GROUP, query_count - 1)
+    start, _ = visible_keys(first, query_count, key_count, mask)
+    _, stop = visible_keys(last, query_count, key_count, mask)
+    return first, last, start, tl.where(first < query_count, stop, 0)
 
 
-@triton.jit(do_not_specialize=["TILES", "TABLE", "BEFORE", "AFTER", "SIZE"])
+@triton.jit(do_not_specialize=["tiles", "table", "before", "after", "size"])
 def attention(
     q: tl.tensor,
     k: tl.tensor,
@@ -294,13 +294,13 @@ def attention(
     spans: tl.tensor,
     blocks: tl.tensor,
     lengths: tl.tensor,
-    TILES: tl.tensor,
-    TABLE: tl.tensor,
-    BEFORE: tl.tensor,
-    AFTER: tl.tensor,
-    SIZE: tl.tensor,
-    SCALE: tl.tensor,
-    CAP: tl.tensor,
+    tiles: tl.tensor,
+    table: tl.tensor,
+    before: tl.tensor,
+    after: tl.tensor,
+    size: tl.tensor,
+    scale: tl.tensor,
+    cap: tl.tensor,
     KEY_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -311,14 +311,16 @@ def attention(
     ROWS: tl.constexpr,
 ) -> None:
     """Compute ROWS rows of one group of heads over all keys they see."""
-    sample, tile, head = tl.program_id(0) // TILES, tl.program_id(0) % TILES, tl.program_id(1)
-    row0, QUERIES, KEYS = load_sample(spans, lengths, sample)
-    mask = (BEFORE, AFTER, SIZE)
-    first_query, last_query, start, stop = tile_of_queries(tile, QUERIES, KEYS, mask, GROUP, ROWS)
+    sample, tile, head = tl.program_id(0) // tiles, tl.program_id(0) % tiles, tl.program_id(1)
+    row0, query_count, key_count = load_sample(spans, lengths, sample)
+    mask = (before, after, size)
+    first_query, last_query, start, stop = tile_of_queries(
+        tile, query_count, key_count, mask, GROUP, ROWS
+    )
     row = tile * ROWS + tl.arange(0, ROWS)
-    place, inside = locate_heads(row0, row, head, KEY_HEADS, GROUP), row < QUERIES * GROUP
+    place, inside = locate_heads(row0, row, head, KEY_HEADS, GROUP), row < query_count * GROUP
     queries = load_heads(q, place, inside, DEPTH, PADDED)
-    begin, end = visible_keys((row // GROUP)[:, None], QUERIES, KEYS, mask)
+    begin, end = visible_keys((row // GROUP)[:, None], query_count, key_count, mask)
     most = tl.full((ROWS, 1), -float("inf"), tl.float32)
     total = tl.zeros((ROWS, 1), tl.float32)
     output = tl.zeros((ROWS, PADDED), tl.float32)
@@ -328,17 +330,17 @@ def attention(
             row // GROUP,
             k,
             v,
-            blocks + sample.to(tl.int64) * TABLE,
+            blocks + sample.to(tl.int64) * table,
             head,
             tl.maximum(chunk, start // BLOCK * BLOCK),
             tl.minimum(stop, chunk + CHUNK),
             first_query,
             last_query,
-            QUERIES,
-            KEYS,
+            query_count,
+            key_count,
             mask,
-            SCALE,
-            CAP,
+            scale,
+            cap,
             KEY_HEADS,
             DEPTH,
             PADDED,
@@ -352,7 +354,7 @@ def attention(
     store_rows(y, lse, most, total, output, place, inside, DEPTH, PADDED)
 
 
-@triton.jit(do_not_specialize=["TILES", "TABLE", "BEFORE", "AFTER", "SIZE", "HEADS"])
+@triton.jit(do_not_specialize=["tiles", "table", "before", "after", "size", "heads"])
 def attention_chunks(
     q: tl.tensor,
     k: tl.tensor,
@@ -363,14 +365,14 @@ def attention_chunks(
     spans: tl.tensor,
     blocks: tl.tensor,
     lengths: tl.tensor,
-    TILES: tl.tensor,
-    TABLE: tl.tensor,
-    BEFORE: tl.tensor,
-    AFTER: tl.tensor,
-    SIZE: tl.tensor,
-    HEADS: tl.tensor,
-    SCALE: tl.tensor,
-    CAP: tl.tensor,
+    tiles: tl.tensor,
+    table: tl.tensor,
+    before: tl.tensor,
+    after: tl.tensor,
+    size: tl.tensor,
+    heads: tl.tensor,
+    scale: tl.tensor,
+    cap: tl.tensor,
     KEY_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -382,31 +384,33 @@ def attention_chunks(
 ) -> None:
     """Compute the state of ROWS rows over one chunk, program_id(2).
 
-    most_of and total_of are fp32 [chunks, HEADS], output_of has DEPTH more; HEADS is the number of rows · heads of q.
+    most_of and total_of are fp32 [chunks, heads], output_of has DEPTH more; heads is the number of rows · heads of q.
     """
-    sample, tile, head = tl.program_id(0) // TILES, tl.program_id(0) % TILES, tl.program_id(1)
+    sample, tile, head = tl.program_id(0) // tiles, tl.program_id(0) % tiles, tl.program_id(1)
     chunk = tl.program_id(2) * CHUNK
-    row0, QUERIES, KEYS = load_sample(spans, lengths, sample)
-    mask = (BEFORE, AFTER, SIZE)
-    first_query, last_query, start, stop = tile_of_queries(tile, QUERIES, KEYS, mask, GROUP, ROWS)
+    row0, query_count, key_count = load_sample(spans, lengths, sample)
+    mask = (before, after, size)
+    first_query, last_query, start, stop = tile_of_queries(
+        tile, query_count, key_count, mask, GROUP, ROWS
+    )
     row = tile * ROWS + tl.arange(0, ROWS)
-    place, inside = locate_heads(row0, row, head, KEY_HEADS, GROUP), row < QUERIES * GROUP
+    place, inside = locate_heads(row0, row, head, KEY_HEADS, GROUP), row < query_count * GROUP
     most, total, output = fold_chunk(
         load_heads(q, place, inside, DEPTH, PADDED),
         row // GROUP,
         k,
         v,
-        blocks + sample.to(tl.int64) * TABLE,
+        blocks + sample.to(tl.int64) * table,
         head,
         tl.maximum(chunk, start // BLOCK * BLOCK),
         tl.minimum(stop, chunk + CHUNK),
         first_query,
         last_query,
-        QUERIES,
-        KEYS,
+        query_count,
+        key_count,
         mask,
-        SCALE,
-        CAP,
+        scale,
+        cap,
         KEY_HEADS,
         DEPTH,
         PADDED,
@@ -414,7 +418,7 @@ def attention_chunks(
         GUARD,
         ROWS,
     )
-    place = (place + tl.program_id(2).to(tl.int64) * HEADS)[:, None]
+    place = (place + tl.program_id(2).to(tl.int64) * heads)[:, None]
     depth = tl.arange(0, PADDED)[None, :]
     tl.store(most_of + place, most, mask=inside[:, None])
     tl.store(total_of + place, total, mask=inside[:, None])
@@ -422,7 +426,7 @@ def attention_chunks(
     tl.store(output_of + place * DEPTH + depth, output, mask=known)
 
 
-@triton.jit(do_not_specialize=["TILES", "BEFORE", "AFTER", "SIZE", "HEADS"])
+@triton.jit(do_not_specialize=["tiles", "before", "after", "size", "heads"])
 def merge_chunks(
     most_of: tl.tensor,
     total_of: tl.tensor,
@@ -431,11 +435,11 @@ def merge_chunks(
     lse: tl.tensor,
     spans: tl.tensor,
     lengths: tl.tensor,
-    TILES: tl.tensor,
-    BEFORE: tl.tensor,
-    AFTER: tl.tensor,
-    SIZE: tl.tensor,
-    HEADS: tl.tensor,
+    tiles: tl.tensor,
+    before: tl.tensor,
+    after: tl.tensor,
+    size: tl.tensor,
+    heads: tl.tensor,
     KEY_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -444,18 +448,18 @@ def merge_chunks(
     ROWS: tl.constexpr,
 ) -> None:
     """Fold the chunks of ROWS rows left, and store them."""
-    sample, tile, head = tl.program_id(0) // TILES, tl.program_id(0) % TILES, tl.program_id(1)
-    row0, QUERIES, KEYS = load_sample(spans, lengths, sample)
-    mask = (BEFORE, AFTER, SIZE)
-    _, _, start, stop = tile_of_queries(tile, QUERIES, KEYS, mask, GROUP, ROWS)
+    sample, tile, head = tl.program_id(0) // tiles, tl.program_id(0) % tiles, tl.program_id(1)
+    row0, query_count, key_count = load_sample(spans, lengths, sample)
+    mask = (before, after, size)
+    _, _, start, stop = tile_of_queries(tile, query_count, key_count, mask, GROUP, ROWS)
     row = tile * ROWS + tl.arange(0, ROWS)
-    place, inside = locate_heads(row0, row, head, KEY_HEADS, GROUP), row < QUERIES * GROUP
-    begin, end = visible_keys((row // GROUP)[:, None], QUERIES, KEYS, mask)
+    place, inside = locate_heads(row0, row, head, KEY_HEADS, GROUP), row < query_count * GROUP
+    begin, end = visible_keys((row // GROUP)[:, None], query_count, key_count, mask)
     most = tl.full((ROWS, 1), -float("inf"), tl.float32)
     total = tl.zeros((ROWS, 1), tl.float32)
     output = tl.zeros((ROWS, PADDED), tl.float32)
     for chunk in range(start // CHUNK, tl.cdiv(stop, CHUNK)):
-        at = place + tl.cast(chunk, tl.int64) * HEADS
+        at = place + tl.cast(chunk, tl.int64) * heads
         most, total, output = merge_states(
             most,
             total,

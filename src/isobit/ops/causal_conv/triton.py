@@ -41,25 +41,25 @@ def read_row(
     return value
 
 
-@triton.jit(do_not_specialize=["SIZE"])
+@triton.jit(do_not_specialize=["size"])
 def convolve(
     x: tl.tensor,
     weight: tl.tensor,
     before: tl.tensor,
     table: tl.tensor,
     y: tl.tensor,
-    SIZE: tl.tensor,
+    size: tl.tensor,
     C: tl.constexpr,
     K: tl.constexpr,
     HAS_BEFORE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Compute y[t] = Σ weight[i] · x[t − K + 1 + i], the oldest row first; SIZE is the number of elements."""
+    """Compute y[t] = Σ weight[i] · x[t − K + 1 + i], the oldest row first; size is the number of elements."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     row, column = at // C, at % C
-    start = tl.load(table + row * 3, mask=at < SIZE, other=0)
-    stop = tl.load(table + row * 3 + 1, mask=at < SIZE, other=0)
-    sample = tl.load(table + row * 3 + 2, mask=at < SIZE, other=0)
+    start = tl.load(table + row * 3, mask=at < size, other=0)
+    stop = tl.load(table + row * 3 + 1, mask=at < size, other=0)
+    sample = tl.load(table + row * 3 + 2, mask=at < size, other=0)
     inside = row < stop
     total = tl.zeros((BLOCK,), tl.float32)
     for tap in tl.static_range(K):
@@ -69,10 +69,10 @@ def convolve(
         factor = tl.load(weight + column * K + tap, mask=inside, other=0.0).to(tl.float32)
         total = value * factor if tap == 0 else total + value * factor
     total = tl.where(inside, total, 0.0)
-    tl.store(y + at, round_once(total, y.dtype.element_ty), mask=at < SIZE)
+    tl.store(y + at, round_once(total, y.dtype.element_ty), mask=at < size)
 
 
-@triton.jit(do_not_specialize=["SIZE"])
+@triton.jit(do_not_specialize=["size"])
 def convolve_grad(
     grad: tl.tensor,
     x: tl.tensor,
@@ -81,7 +81,7 @@ def convolve_grad(
     table: tl.tensor,
     dx: tl.tensor,
     terms: tl.tensor,
-    SIZE: tl.tensor,
+    size: tl.tensor,
     C: tl.constexpr,
     K: tl.constexpr,
     HAS_BEFORE: tl.constexpr,
@@ -93,9 +93,9 @@ def convolve_grad(
     """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     row, column = at // C, at % C
-    start = tl.load(table + row * 3, mask=at < SIZE, other=0)
-    stop = tl.load(table + row * 3 + 1, mask=at < SIZE, other=0)
-    sample = tl.load(table + row * 3 + 2, mask=at < SIZE, other=0)
+    start = tl.load(table + row * 3, mask=at < size, other=0)
+    stop = tl.load(table + row * 3 + 1, mask=at < size, other=0)
+    sample = tl.load(table + row * 3 + 2, mask=at < size, other=0)
     inside = row < stop
     upstream = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -109,9 +109,9 @@ def convolve_grad(
             x, before, row - (K - 1) + tap, column, start, sample, inside, C, K, HAS_BEFORE
         )
         term = tl.where(inside, upstream * value, 0.0)
-        tl.store(terms + at * K + tap, term, mask=at < SIZE)
+        tl.store(terms + at * K + tap, term, mask=at < size)
     total = tl.where(inside, total, 0.0)
-    tl.store(dx + at, round_once(total, dx.dtype.element_ty), mask=at < SIZE)
+    tl.store(dx + at, round_once(total, dx.dtype.element_ty), mask=at < size)
 
 
 def rows_of_samples(x: Tensor, spans: Tensor | None) -> Tensor:

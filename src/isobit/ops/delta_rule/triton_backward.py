@@ -20,7 +20,7 @@ from isobit.ops.delta_rule.triton_chunks import CHUNK, fma_outer, negative, pick
 from isobit.ops.gpu.elementary import round_once
 
 
-@triton.jit(do_not_specialize=["TOKENS"])
+@triton.jit(do_not_specialize=["tokens"])
 def pull_chunks(
     grad: tl.tensor,
     q: tl.tensor,
@@ -34,7 +34,7 @@ def pull_chunks(
     laters: tl.tensor,
     kept: tl.tensor,
     dv: tl.tensor,
-    TOKENS: tl.tensor,
+    tokens: tl.tensor,
     KEY_HEADS: tl.constexpr,
     H: tl.constexpr,
     DK: tl.constexpr,
@@ -47,7 +47,7 @@ def pull_chunks(
     column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     inside = column < DV
     row, feature = tl.arange(0, CHUNK), tl.arange(0, WIDE)
-    key_head, size = head // (H // KEY_HEADS), TOKENS.to(tl.int64) * (H * DV)
+    key_head, size = head // (H // KEY_HEADS), tokens.to(tl.int64) * (H * DV)
     begin, end = tl.load(bounds + number), tl.load(bounds + number + 1)
     for back in range(end - begin):
         at = end - 1 - back
@@ -106,7 +106,7 @@ def pull_chunks(
         tl.debug_barrier()  # other warps read what was stored
 
 
-@triton.jit(do_not_specialize=["TOKENS"])
+@triton.jit(do_not_specialize=["tokens"])
 def relate_gradients(
     grad: tl.tensor,
     v: tl.tensor,
@@ -121,7 +121,7 @@ def relate_gradients(
     by: tl.tensor,
     dg: tl.tensor,
     dbeta: tl.tensor,
-    TOKENS: tl.tensor,
+    tokens: tl.tensor,
     H: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
@@ -132,7 +132,7 @@ def relate_gradients(
     first, _, count, _ = read_chunk(table, number)
     has_later = tl.load(table + number * 5 + 4) != 0
     row, feature = tl.arange(0, CHUNK), tl.arange(0, WIDE)
-    fresh, size = row < count, TOKENS.to(tl.int64) * (H * DV)
+    fresh, size = row < count, tokens.to(tl.int64) * (H * DV)
     own = (number * H + head) * CHUNK
     rate = tl.load(beta + (first + row) * H + head, mask=fresh, other=0.0).to(tl.float32)
     fade = tl.load(decay + own + row)
@@ -209,7 +209,7 @@ def relate_gradients(
     tl.store(dbeta + place, round_once(of_rate, dbeta.dtype.element_ty), mask=fresh)
 
 
-@triton.jit(do_not_specialize=["TOKENS"])
+@triton.jit(do_not_specialize=["tokens"])
 def pull_features(
     grad: tl.tensor,
     q: tl.tensor,
@@ -224,7 +224,7 @@ def pull_features(
     by: tl.tensor,
     dq: tl.tensor,
     dk: tl.tensor,
-    TOKENS: tl.tensor,
+    tokens: tl.tensor,
     KEY_HEADS: tl.constexpr,
     H: tl.constexpr,
     DK: tl.constexpr,
@@ -237,7 +237,7 @@ def pull_features(
     has_later = tl.load(table + number * 5 + 4) != 0
     row, feature = tl.arange(0, CHUNK), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     inside, fresh = feature < DK, row < count
-    key_head, size = head // (H // KEY_HEADS), TOKENS.to(tl.int64) * (H * DV)
+    key_head, size = head // (H // KEY_HEADS), tokens.to(tl.int64) * (H * DV)
     own = (number * H + head) * CHUNK
     asked = tl.zeros((CHUNK, BLOCK), tl.float32)
     wrong = tl.zeros((CHUNK, BLOCK), tl.float32)
@@ -279,11 +279,11 @@ def pull_features(
     tl.store(dk + place, of_k, mask=stored)
 
 
-@triton.jit(do_not_specialize=["SIZE"])
+@triton.jit(do_not_specialize=["size"])
 def add_heads(
     heads: tl.tensor,
     out: tl.tensor,
-    SIZE: tl.tensor,
+    size: tl.tensor,
     REPEATS: tl.constexpr,
     DK: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -291,7 +291,7 @@ def add_heads(
     """Store out [tokens, KEY_HEADS, DK]: the sums of heads fp32 [tokens, KEY_HEADS * REPEATS, DK] from the first."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     place = heads + at // DK * (REPEATS * DK) + at % DK
-    total = tl.load(place, mask=at < SIZE, other=0.0)
+    total = tl.load(place, mask=at < size, other=0.0)
     for head in tl.static_range(1, REPEATS):
-        total = total + tl.load(place + head * DK, mask=at < SIZE, other=0.0)
-    tl.store(out + at, round_once(total, out.dtype.element_ty), mask=at < SIZE)
+        total = total + tl.load(place + head * DK, mask=at < size, other=0.0)
+    tl.store(out + at, round_once(total, out.dtype.element_ty), mask=at < size)

@@ -156,7 +156,7 @@ def relate_rows(
     tl.store(place + CHUNK * CHUNK, across)
 
 
-@triton.jit(do_not_specialize=["TOKENS"])
+@triton.jit(do_not_specialize=["tokens"])
 def advance_chunks(
     q: tl.tensor,
     k: tl.tensor,
@@ -172,7 +172,7 @@ def advance_chunks(
     after: tl.tensor,
     o: tl.tensor,
     kept: tl.tensor,
-    TOKENS: tl.tensor,
+    tokens: tl.tensor,
     KEY_HEADS: tl.constexpr,
     H: tl.constexpr,
     DK: tl.constexpr,
@@ -185,7 +185,7 @@ def advance_chunks(
     """Compute the outputs of a sample, program_id(0), and the state after it.
 
     after is fp32 [samples, PACKED or H * DK * DV]. If KEEP it is [chunks, H * DK * DV], and has the state at the start
-    of each chunk; then o is not stored, and kept is fp32 [3, TOKENS, H, DV]: new values, k S and q S. WIDE is the power
+    of each chunk; then o is not stored, and kept is fp32 [3, tokens, H, DV]: new values, k S and q S. WIDE is the power
     of two that is not below DK.
     """
     NEWS: tl.constexpr = H * DK * DV + KEY_HEADS * CHUNK * DK
@@ -242,7 +242,7 @@ def advance_chunks(
             left = fma_outer(keys * tl.load(rest + own + j), made, left)
         if KEEP:
             tl.store(kept + place, new, mask=stored)
-            size = TOKENS.to(tl.int64) * (H * DV)
+            size = tokens.to(tl.int64) * (H * DV)
             tl.store(kept + size + place, reads, mask=stored)
             tl.store(kept + 2 * size + place, asks, mask=stored)
         else:

@@ -16,23 +16,23 @@ from isobit.ops.gpu.launching import run, run_elements, target_of
 from isobit.ops.gpu.tiles import tile_of
 
 
-@triton.jit(do_not_specialize=["SIZE"])
-def logistic_gate(x: tl.tensor, y: tl.tensor, SIZE: tl.tensor, BLOCK: tl.constexpr) -> None:
+@triton.jit(do_not_specialize=["size"])
+def logistic_gate(x: tl.tensor, y: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr) -> None:
     """Compute y = 1 / (1 + e^-x)."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value, _ = sigmoid(tl.load(x + at, mask=at < SIZE, other=0.0).to(tl.float32))
-    tl.store(y + at, round_once(value, y.dtype.element_ty), mask=at < SIZE)
+    value, _ = sigmoid(tl.load(x + at, mask=at < size, other=0.0).to(tl.float32))
+    tl.store(y + at, round_once(value, y.dtype.element_ty), mask=at < size)
 
 
-@triton.jit(do_not_specialize=["SIZE"])
+@triton.jit(do_not_specialize=["size"])
 def logistic_gate_grad(
-    grad: tl.tensor, x: tl.tensor, dx: tl.tensor, SIZE: tl.tensor, BLOCK: tl.constexpr
+    grad: tl.tensor, x: tl.tensor, dx: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr
 ) -> None:
     """Compute dx = grad · s · (1 − s)."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value, rest = sigmoid(tl.load(x + at, mask=at < SIZE, other=0.0).to(tl.float32))
-    upstream = tl.load(grad + at, mask=at < SIZE, other=0.0).to(tl.float32)
-    tl.store(dx + at, round_once(upstream * (value * rest), dx.dtype.element_ty), mask=at < SIZE)
+    value, rest = sigmoid(tl.load(x + at, mask=at < size, other=0.0).to(tl.float32))
+    upstream = tl.load(grad + at, mask=at < size, other=0.0).to(tl.float32)
+    tl.store(dx + at, round_once(upstream * (value * rest), dx.dtype.element_ty), mask=at < size)
 
 
 @triton.jit
@@ -51,26 +51,26 @@ def rate_of(log_rate: tl.tensor, column: tl.tensor) -> tl.tensor:
     return tl.where(x > 87.25, float("inf"), exp_nonpositive(x)) * -1.0
 
 
-@triton.jit(do_not_specialize=["SIZE"])
+@triton.jit(do_not_specialize=["size"])
 def decay(
     a: tl.tensor,
     log_rate: tl.tensor,
     bias: tl.tensor,
     g: tl.tensor,
-    SIZE: tl.tensor,
+    size: tl.tensor,
     H: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """Compute g = −e^log_rate · softplus(a + bias)."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     column = at % H
-    x = tl.load(a + at, mask=at < SIZE, other=0.0).to(tl.float32)
+    x = tl.load(a + at, mask=at < size, other=0.0).to(tl.float32)
     x = x + tl.load(bias + column).to(tl.float32)
     found = rate_of(log_rate, column) * softplus(x)
-    tl.store(g + at, round_once(found, tl.float32), mask=at < SIZE)
+    tl.store(g + at, round_once(found, tl.float32), mask=at < size)
 
 
-@triton.jit(do_not_specialize=["SIZE"])
+@triton.jit(do_not_specialize=["size"])
 def decay_grad(
     grad: tl.tensor,
     a: tl.tensor,
@@ -79,22 +79,22 @@ def decay_grad(
     da: tl.tensor,
     by_rate: tl.tensor,
     by_bias: tl.tensor,
-    SIZE: tl.tensor,
+    size: tl.tensor,
     H: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """Store da, and the terms of the gradients of log_rate and bias."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     column = at % H
-    x = tl.load(a + at, mask=at < SIZE, other=0.0).to(tl.float32)
+    x = tl.load(a + at, mask=at < size, other=0.0).to(tl.float32)
     x = x + tl.load(bias + column).to(tl.float32)
     rate = rate_of(log_rate, column)
-    upstream = tl.load(grad + at, mask=at < SIZE, other=0.0).to(tl.float32)
-    tl.store(by_rate + at, upstream * (rate * softplus(x)), mask=at < SIZE)
+    upstream = tl.load(grad + at, mask=at < size, other=0.0).to(tl.float32)
+    tl.store(by_rate + at, upstream * (rate * softplus(x)), mask=at < size)
     value, _ = sigmoid(x)
     of_bias = (upstream * rate) * value
-    tl.store(by_bias + at, of_bias, mask=at < SIZE)
-    tl.store(da + at, round_once(of_bias, da.dtype.element_ty), mask=at < SIZE)
+    tl.store(by_bias + at, of_bias, mask=at < size)
+    tl.store(da + at, round_once(of_bias, da.dtype.element_ty), mask=at < size)
 
 
 @triton_operator("sigmoid_gate")

@@ -87,10 +87,10 @@ def compare_words(
 
 
 @triton.jit
-def mix(ratio: tl.tensor, BETA: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+def mix(ratio: tl.tensor, beta: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Return the weight of the smaller one, m over the larger one, and logs of larger / m and of m / smaller."""
     distance = tl.abs(ratio)
-    weight = tl.where(ratio < 0.0, BETA, 1.0 - BETA)
+    weight = tl.where(ratio < 0.0, beta, 1.0 - beta)
     part = weight * fall(distance)
     middle = 1.0 - part
     # The rounding of 1 − part cancels in the quotient, so that a small part keeps its digits.
@@ -108,11 +108,11 @@ def weigh(larger: tl.tensor, value: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def terms_of(
-    ratio: tl.tensor, larger: tl.tensor, BETA: tl.tensor, DIRECTION: tl.constexpr
+    ratio: tl.tensor, larger: tl.tensor, beta: tl.tensor, DIRECTION: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
     """Return each word's part of the divergence, and of what the gradient subtracts; the same unless it is jsd."""
     if DIRECTION == JSD:
-        weight, middle, above, below = mix(ratio, BETA)
+        weight, middle, above, below = mix(ratio, beta)
         more, less = rise(above), middle * bend(below)
         found = weigh(larger, (1.0 - weight) * more + weight * less)
         offset = weigh(larger, tl.where(ratio < 0.0, more, less))
@@ -130,7 +130,7 @@ def differentiate_terms(
     student: tl.tensor,
     larger: tl.tensor,
     offset: tl.tensor,
-    BETA: tl.tensor,
+    beta: tl.tensor,
     DIRECTION: tl.constexpr,
 ) -> tl.tensor:
     """Return the derivatives of the divergence by the student's scaled logits; `student` is its probability."""
@@ -140,9 +140,9 @@ def differentiate_terms(
     elif DIRECTION == REVERSE:
         found = tl.where(student == 0.0, 0.0, student * ((0.0 - ratio) - offset))
     else:
-        _weight, _middle, above, below = mix(ratio, BETA)
+        _weight, _middle, above, below = mix(ratio, beta)
         log = tl.where(ratio < 0.0, above, 0.0 - below)
-        share = (1.0 - BETA) * student
+        share = (1.0 - beta) * student
         found = tl.where(student == 0.0, 0.0, share * (log - offset))
     return found
 
@@ -162,7 +162,7 @@ def store_stats(
     tl.store(stats + row * 8 + AT, round_once(value, tl.float32), mask=inside)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["m"])
 def sum_terms(
     logits: tl.tensor,
     others: tl.tensor,
@@ -173,20 +173,20 @@ def sum_terms(
     teacher_rest: tl.tensor,
     found: tl.tensor,
     stats: tl.tensor,
-    M: tl.tensor,
-    INVERSE: tl.tensor,
-    BETA: tl.tensor,
+    m: tl.tensor,
+    inverse: tl.tensor,
+    beta: tl.tensor,
     DIRECTION: tl.constexpr,
     PARTLY: tl.constexpr,
     N: tl.constexpr,
     SEGMENTS: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
-    """Store divergences, found [M], and stats [M, 8]; see STATS in portable.py for its columns.
+    """Store divergences, found [m], and stats [m, 8]; see STATS in portable.py for its columns.
 
-    logits and others are fp32 [M, N], targets int64 [M], and the pairs of_... fp32 [M, 2] are maxima and logs of sums:
+    logits and others are fp32 [m, N], targets int64 [m], and the pairs of_... fp32 [m, 2] are maxima and logs of sums:
     of the student at temperature 1 and scaled, and of the teacher. With PARTLY, `others` are log-probabilities, +inf
-    where they are not known, of_others is of the student's words there, and teacher_rest [M] the log of the teacher's
+    where they are not known, of_others is of the student's words there, and teacher_rest [m] the log of the teacher's
     probability of them. A tile is as in choose_words.
     """
     LENGTH: tl.constexpr = N // SEGMENTS
@@ -194,49 +194,49 @@ def sum_terms(
     column = tl.arange(0, SEGMENTS * 16)[None, :]
     lane = column % 16
     place = row * N + (column // 16) * LENGTH + lane
-    top, log_sum = load_pair(of_student, row, row < M)  # [ROWS, 1]
-    other_top, other_log_sum = load_pair(of_others, row, row < M)
+    top, log_sum = load_pair(of_student, row, row < m)  # [ROWS, 1]
+    other_top, other_log_sum = load_pair(of_others, row, row < m)
     rest = top * 0.0
     if PARTLY:
         own_rest = ((other_top - top) + other_log_sum) - log_sum
-        given_rest = tl.load(teacher_rest + row, mask=row < M, other=0.0)
+        given_rest = tl.load(teacher_rest + row, mask=row < m, other=0.0)
         rest = tl.where(given_rest == own_rest, 0.0, given_rest - own_rest)
     total = tl.zeros((ROWS, SEGMENTS * 16), tl.float32)
     offsets = tl.zeros((ROWS, SEGMENTS * 16), tl.float32)
     for at in range(0, LENGTH, 16):
         known = at + lane < LENGTH
-        inside = (row < M) & known
-        student = tl.load(logits + place + at, mask=inside, other=0.0) * INVERSE
+        inside = (row < m) & known
+        student = tl.load(logits + place + at, mask=inside, other=0.0) * inverse
         student = (student - top) - log_sum
         teacher = tl.load(others + place + at, mask=inside, other=0.0)
         if not PARTLY:
-            teacher = (teacher * INVERSE - other_top) - other_log_sum
+            teacher = (teacher * inverse - other_top) - other_log_sum
         ratio, _, larger = compare_words(student, teacher, rest, PARTLY)
-        term, offset = terms_of(ratio, larger, BETA, DIRECTION)
+        term, offset = terms_of(ratio, larger, beta, DIRECTION)
         total = tl.where(known, total + term, total)
         if DIRECTION == JSD:
             offsets = tl.where(known, offsets + offset, offsets)
-    target = tl.load(targets + row, mask=row < M, other=-1)
+    target = tl.load(targets + row, mask=row < m, other=-1)
     result = merge_columns(total, ROWS, SEGMENTS * 16)  # [ROWS, 1]
     result = tl.where(target < 0, 0.0, result)
-    tl.store(found + row, round_once(result, tl.float32), mask=row < M)
-    store_stats(stats, row, row < M, 0, top)
-    store_stats(stats, row, row < M, 1, log_sum)
-    plain_top, plain_log_sum = load_pair(of_targets, row, row < M)
-    store_stats(stats, row, row < M, 4, plain_top)
-    store_stats(stats, row, row < M, 5, plain_log_sum)
+    tl.store(found + row, round_once(result, tl.float32), mask=row < m)
+    store_stats(stats, row, row < m, 0, top)
+    store_stats(stats, row, row < m, 1, log_sum)
+    plain_top, plain_log_sum = load_pair(of_targets, row, row < m)
+    store_stats(stats, row, row < m, 4, plain_top)
+    store_stats(stats, row, row < m, 5, plain_log_sum)
     if PARTLY:
-        store_stats(stats, row, row < M, 7, rest)
+        store_stats(stats, row, row < m, 7, rest)
     else:
-        store_stats(stats, row, row < M, 2, other_top)
-        store_stats(stats, row, row < M, 3, other_log_sum)
+        store_stats(stats, row, row < m, 2, other_top)
+        store_stats(stats, row, row < m, 3, other_log_sum)
     if DIRECTION == JSD:
-        store_stats(stats, row, row < M, 6, merge_columns(offsets, ROWS, SEGMENTS * 16))
+        store_stats(stats, row, row < m, 6, merge_columns(offsets, ROWS, SEGMENTS * 16))
     elif DIRECTION == REVERSE:
-        store_stats(stats, row, row < M, 6, result)
+        store_stats(stats, row, row < m, 6, result)
 
 
-@triton.jit(do_not_specialize=["FIRST", "COLUMNS"])
+@triton.jit(do_not_specialize=["first", "columns"])
 def differentiate_words(
     logits: tl.tensor,
     others: tl.tensor,
@@ -245,37 +245,37 @@ def differentiate_words(
     by_divergence: tl.tensor,
     by_target: tl.tensor,
     out: tl.tensor,
-    FIRST: tl.tensor,
-    COLUMNS: tl.tensor,
-    INVERSE: tl.tensor,
-    BETA: tl.tensor,
+    first: tl.tensor,
+    columns: tl.tensor,
+    inverse: tl.tensor,
+    beta: tl.tensor,
     DIRECTION: tl.constexpr,
     PARTLY: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Store the gradients of the logits of the words from FIRST on, out [M, COLUMNS].
+    """Store the gradients of the logits of the words from first on, out [M, columns].
 
-    logits and others are fp32 [M, COLUMNS], targets int64 [M], stats fp32 [M, 8], and the gradients of divergences and
+    logits and others are fp32 [M, columns], targets int64 [M], stats fp32 [M, 8], and the gradients of divergences and
     of log-probabilities of targets fp32 [M].
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < COLUMNS
+    inside = column < columns
     of_row = stats + row * 8
-    plain = tl.load(logits + row * COLUMNS + column, mask=inside, other=0.0)
-    teacher = tl.load(others + row * COLUMNS + column, mask=inside, other=0.0)
-    student = (plain * INVERSE - tl.load(of_row)) - tl.load(of_row + 1)
+    plain = tl.load(logits + row * columns + column, mask=inside, other=0.0)
+    teacher = tl.load(others + row * columns + column, mask=inside, other=0.0)
+    student = (plain * inverse - tl.load(of_row)) - tl.load(of_row + 1)
     if not PARTLY:
-        teacher = (teacher * INVERSE - tl.load(of_row + 2)) - tl.load(of_row + 3)
+        teacher = (teacher * inverse - tl.load(of_row + 2)) - tl.load(of_row + 3)
     ratio, own, larger = compare_words(student, teacher, tl.load(of_row + 7), PARTLY)
-    spread = differentiate_terms(ratio, own, larger, tl.load(of_row + 6), BETA, DIRECTION)
+    spread = differentiate_terms(ratio, own, larger, tl.load(of_row + 6), beta, DIRECTION)
     likely = exp_nonpositive((plain - tl.load(of_row + 4)) - tl.load(of_row + 5))
     target = tl.load(targets + row)
-    toward = tl.where(column + FIRST == target, 1.0 - likely, 0.0 - likely)
-    divergence = tl.where(target < 0, 0.0, tl.load(by_divergence + row) * INVERSE)
+    toward = tl.where(column + first == target, 1.0 - likely, 0.0 - likely)
+    divergence = tl.where(target < 0, 0.0, tl.load(by_divergence + row) * inverse)
     logprob = tl.where(target < 0, 0.0, tl.load(by_target + row))
     result = round_once(spread * divergence + toward * logprob, out.dtype.element_ty)
-    tl.store(out + row * COLUMNS + column, result, mask=inside)
+    tl.store(out + row * columns + column, result, mask=inside)
 
 
 @dataclass(frozen=True)

@@ -26,23 +26,23 @@ from isobit.order.samples import Samples
 TOKENS = 16  # of a program of the lookup
 
 
-@triton.jit(do_not_specialize=["SIZE"])
+@triton.jit(do_not_specialize=["size"])
 def look_up(
     ids: tl.tensor,
     weight: tl.tensor,
     y: tl.tensor,
-    SIZE: tl.tensor,
+    size: tl.tensor,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
     ABSENT: tl.constexpr = 0,
 ) -> None:
-    """Copy rows of weight [ROWS, WIDTH] to y [SIZE, WIDTH]; an id that is no row gives +0, or NaN if ABSENT is 1."""
+    """Copy rows of weight [ROWS, WIDTH] to y [size, WIDTH]; an id that is no row gives +0, or NaN if ABSENT is 1."""
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    row = tl.load(ids + token, mask=token < SIZE, other=0).to(tl.int64)
-    inside = (token < SIZE) & (column < WIDTH)
+    row = tl.load(ids + token, mask=token < size, other=0).to(tl.int64)
+    inside = (token < size) & (column < WIDTH)
     known = inside & (row >= 0) & (row < ROWS)
     other = 0.0
     if ABSENT:

@@ -28,11 +28,11 @@ MOST = 2**31  # values of one sum
 GROUP = 256  # states that one program adds
 
 
-@triton.jit(do_not_specialize=["SIZE"])
-def add_values(x: tl.tensor, states: tl.tensor, SIZE: tl.tensor, BLOCK: tl.constexpr) -> None:
+@triton.jit(do_not_specialize=["size"])
+def add_values(x: tl.tensor, states: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr) -> None:
     """Store the digits of the sum of BLOCK values in states [programs, STATE]."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(x + at, mask=at < SIZE, other=0.0).to(tl.float32)
+    value = tl.load(x + at, mask=at < size, other=0.0).to(tl.float32)
     bits = value.to(tl.int32, bitcast=True)
     exponent = (bits >> 23) & 0xFF
     finite = exponent < 0xFF
@@ -53,12 +53,12 @@ def add_values(x: tl.tensor, states: tl.tensor, SIZE: tl.tensor, BLOCK: tl.const
     tl.store(state + DIGITS + 2, tl.sum((infinite & (bits < 0)).to(tl.int64)))
 
 
-@triton.jit(do_not_specialize=["COUNT"])
-def add_states(states: tl.tensor, out: tl.tensor, COUNT: tl.tensor, GROUP: tl.constexpr) -> None:
-    """Store the sums of GROUP neighbouring states [COUNT, STATE] in out [programs, STATE]."""
+@triton.jit(do_not_specialize=["count"])
+def add_states(states: tl.tensor, out: tl.tensor, count: tl.tensor, GROUP: tl.constexpr) -> None:
+    """Store the sums of GROUP neighbouring states [count, STATE] in out [programs, STATE]."""
     at = tl.program_id(0).to(tl.int64) * GROUP + tl.arange(0, GROUP)
     for i in tl.static_range(DIGITS + 3):
-        part = tl.load(states + at * STATE + i, mask=at < COUNT, other=0)
+        part = tl.load(states + at * STATE + i, mask=at < count, other=0)
         tl.store(out + tl.program_id(0).to(tl.int64) * STATE + i, tl.sum(part))
 
 
@@ -121,12 +121,12 @@ def round_state(state: tl.tensor, out: tl.tensor) -> None:
     tl.store(out, bits.to(tl.int32).to(tl.float32, bitcast=True))
 
 
-@triton.jit(do_not_specialize=["SIZE"])
-def repeat_grad(grad: tl.tensor, dx: tl.tensor, SIZE: tl.tensor, BLOCK: tl.constexpr) -> None:
-    """Store the gradient of the sum, rounded, in all SIZE elements of dx."""
+@triton.jit(do_not_specialize=["size"])
+def repeat_grad(grad: tl.tensor, dx: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr) -> None:
+    """Store the gradient of the sum, rounded, in all size elements of dx."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(grad + at * 0)
-    tl.store(dx + at, round_once(value, dx.dtype.element_ty), mask=at < SIZE)
+    tl.store(dx + at, round_once(value, dx.dtype.element_ty), mask=at < size)
 
 
 @triton_operator("exact_sum")

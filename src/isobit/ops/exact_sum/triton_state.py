@@ -29,13 +29,13 @@ def digit_of(part: tl.tensor, place: tl.tensor, AT: tl.constexpr) -> tl.tensor:
     return low + tl.where(place // 32 == AT - 1, placed >> 32, 0)
 
 
-@triton.jit(do_not_specialize=["SIZE"])
+@triton.jit(do_not_specialize=["size"])
 def add_digits(
-    x: tl.tensor, states: tl.tensor, SIZE: tl.tensor, SQUARED: tl.constexpr, BLOCK: tl.constexpr
+    x: tl.tensor, states: tl.tensor, size: tl.tensor, SQUARED: tl.constexpr, BLOCK: tl.constexpr
 ) -> None:
     """Store the digits of the sum of BLOCK values, or of their squares, in states [programs, STATE]."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    bits = tl.load(x + at, mask=at < SIZE, other=0.0).to(tl.float32).to(tl.int32, bitcast=True)
+    bits = tl.load(x + at, mask=at < size, other=0.0).to(tl.float32).to(tl.int32, bitcast=True)
     exponent, fraction = (bits >> 23) & 0xFF, bits & 0x7FFFFF
     whole = tl.where(exponent > 0, fraction | 0x800000, fraction).to(tl.int64)
     whole = tl.where(exponent < 0xFF, whole, 0)

@@ -131,22 +131,22 @@ def sum_slots(
     return total
 
 
-@triton.jit(do_not_specialize=["SIZE", "SCALE"])
+@triton.jit(do_not_specialize=["size", "scale"])
 def weigh_slots(
     chosen: tl.tensor,
     padding: tl.tensor,
     weights: tl.tensor,
-    SIZE: tl.tensor,
-    SCALE: tl.tensor,
+    size: tl.tensor,
+    scale: tl.tensor,
     CHOSEN: tl.constexpr,
     NORMALIZE: tl.constexpr,
     SIGMOID: tl.constexpr,
     LEAST: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Store weights fp32 [tokens, CHOSEN] of scores chosen, times SCALE; SIZE is the number of tokens."""
+    """Store weights fp32 [tokens, CHOSEN] of scores chosen, times scale; size is the number of tokens."""
     token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = token < SIZE
+    inside = token < size
     padded = tl.load(padding + token, mask=inside, other=1) != 0
     total = tl.full((BLOCK,), 1.0, tl.float32)
     if NORMALIZE:
@@ -157,18 +157,18 @@ def weigh_slots(
             value, _ = sigmoid(value)
         if NORMALIZE:
             value = tl.div_rn(value, total)
-        weight = tl.where(padded, 0.0, value * SCALE)
+        weight = tl.where(padded, 0.0, value * scale)
         tl.store(weights + token * CHOSEN + slot, round_once(weight, tl.float32), mask=inside)
 
 
-@triton.jit(do_not_specialize=["SIZE", "SCALE"])
+@triton.jit(do_not_specialize=["size", "scale"])
 def slot_grad(
     grad: tl.tensor,
     chosen: tl.tensor,
     logits: tl.tensor,
     out: tl.tensor,
-    SIZE: tl.tensor,
-    SCALE: tl.tensor,
+    size: tl.tensor,
+    scale: tl.tensor,
     CHOSEN: tl.constexpr,
     NORMALIZE: tl.constexpr,
     SIGMOID: tl.constexpr,
@@ -177,18 +177,18 @@ def slot_grad(
 ) -> None:
     """Store the gradients of chosen scores, or of chosen logits if SIGMOID; all are fp32 [tokens, CHOSEN]."""
     token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = token < SIZE
+    inside = token < size
     total = tl.full((BLOCK,), 1.0, tl.float32)
     pulled = tl.zeros((BLOCK,), tl.float32)
     if NORMALIZE:
         total = sum_slots(chosen, token, inside, CHOSEN, LEAST)
         for slot in tl.static_range(CHOSEN):
-            upstream = tl.load(grad + token * CHOSEN + slot, mask=inside, other=0.0) * SCALE
+            upstream = tl.load(grad + token * CHOSEN + slot, mask=inside, other=0.0) * scale
             value = tl.load(chosen + token * CHOSEN + slot, mask=inside, other=0.0)
             term = upstream * tl.div_rn(value, total)
             pulled = term if slot == 0 else pulled + term
     for slot in tl.static_range(CHOSEN):
-        upstream = tl.load(grad + token * CHOSEN + slot, mask=inside, other=0.0) * SCALE
+        upstream = tl.load(grad + token * CHOSEN + slot, mask=inside, other=0.0) * scale
         if NORMALIZE:
             upstream = tl.div_rn(upstream - pulled, total)
         if SIGMOID:
@@ -234,12 +234,12 @@ def round_rows(
     tl.store(place, round_once(value, out.dtype.element_ty), mask=column < WIDTH)
 
 
-@triton.jit(do_not_specialize=["SIZE"])
-def logistic_scores(x: tl.tensor, y: tl.tensor, SIZE: tl.tensor, BLOCK: tl.constexpr) -> None:
+@triton.jit(do_not_specialize=["size"])
+def logistic_scores(x: tl.tensor, y: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr) -> None:
     """Store the logistic function of x in fp32."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value, _ = sigmoid(tl.load(x + at, mask=at < SIZE, other=0.0).to(tl.float32))
-    tl.store(y + at, value, mask=at < SIZE)
+    value, _ = sigmoid(tl.load(x + at, mask=at < size, other=0.0).to(tl.float32))
+    tl.store(y + at, value, mask=at < size)
 
 
 def score_logits(logits: Tensor, score: str) -> Tensor:

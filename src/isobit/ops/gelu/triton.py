@@ -22,13 +22,13 @@ def tanh_argument(x: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     return near, argument, square * 0.21406444907188416 + 1.5957691669464111
 
 
-@triton.jit(do_not_specialize=["SIZE"])
+@triton.jit(do_not_specialize=["size"])
 def gelu(
-    x: tl.tensor, y: tl.tensor, SIZE: tl.tensor, TANH: tl.constexpr, BLOCK: tl.constexpr
+    x: tl.tensor, y: tl.tensor, size: tl.tensor, TANH: tl.constexpr, BLOCK: tl.constexpr
 ) -> None:
     """Compute y = x times the standard normal distribution function at x, or its approximation by tanh."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(x + at, mask=at < SIZE, other=0.0).to(tl.float32)
+    value = tl.load(x + at, mask=at < size, other=0.0).to(tl.float32)
     if TANH:
         _, argument, _ = tanh_argument(value)
         _, denominator = logistic(argument)
@@ -36,22 +36,22 @@ def gelu(
     else:
         share, _ = normal_share(value)
         result = value * share
-    tl.store(y + at, round_once(result, y.dtype.element_ty), mask=at < SIZE)
+    tl.store(y + at, round_once(result, y.dtype.element_ty), mask=at < size)
 
 
-@triton.jit(do_not_specialize=["SIZE"])
+@triton.jit(do_not_specialize=["size"])
 def gelu_grad(
     grad: tl.tensor,
     x: tl.tensor,
     dx: tl.tensor,
-    SIZE: tl.tensor,
+    size: tl.tensor,
     TANH: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """Compute dx = grad · the derivative at x."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(x + at, mask=at < SIZE, other=0.0).to(tl.float32)
-    upstream = tl.load(grad + at, mask=at < SIZE, other=0.0).to(tl.float32)
+    value = tl.load(x + at, mask=at < size, other=0.0).to(tl.float32)
+    upstream = tl.load(grad + at, mask=at < size, other=0.0).to(tl.float32)
     if TANH:
         near, argument, inner = tanh_argument(value)
         s, rest = sigmoid(argument)
@@ -59,7 +59,7 @@ def gelu_grad(
     else:
         share, density = normal_share(value)
         slope = value * density + share
-    tl.store(dx + at, round_once(upstream * slope, dx.dtype.element_ty), mask=at < SIZE)
+    tl.store(dx + at, round_once(upstream * slope, dx.dtype.element_ty), mask=at < size)
 
 
 @triton_operator("gelu")

@@ -12,6 +12,7 @@ The order of a kernel must be visible in its source, and the compiler must keep 
 - `-x` is 0 − x, which is +0 for +0; where the sign of a zero counts, it is written `x * -1.0`.
 - Extents and row strides are `tl.constexpr`. With an extent at run time, loads are scalar and registers run out.
   The number of rows is not, and Triton does not specialise on it: one compiled kernel serves every batch.
+- A name in upper case is `tl.constexpr`; what is known only at run time has small letters.
 - The result of a `tl.dot` that starts from zero is never added to another tile directly: Triton would start the dot
   from that tile instead, which is another sum. sums.py has `fresh_dot` for it.
 """

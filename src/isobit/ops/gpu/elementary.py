@@ -87,10 +87,10 @@ def tanh(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def soft_cap(x: tl.tensor, CAP: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Return CAP · tanh(x / CAP) and its derivative, 1 − tanh²."""
-    bent = tanh(tl.div_rn(x, CAP))
-    return bent * CAP, 1.0 - bent * bent
+def soft_cap(x: tl.tensor, cap: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Return cap · tanh(x / cap) and its derivative, 1 − tanh²."""
+    bent = tanh(tl.div_rn(x, cap))
+    return bent * cap, 1.0 - bent * bent
 
 
 @triton.jit

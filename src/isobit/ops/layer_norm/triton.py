@@ -21,7 +21,7 @@ from isobit.ops.portable.samples import whole_samples
 from isobit.ops.share import gradient_dtype
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["m"])
 def normalise_rows(
     x: tl.tensor,
     weight: tl.tensor,
@@ -29,8 +29,8 @@ def normalise_rows(
     y: tl.tensor,
     means: tl.tensor,
     scales: tl.tensor,
-    M: tl.tensor,
-    EPS: tl.tensor,
+    m: tl.tensor,
+    eps: tl.tensor,
     BIASED: tl.constexpr,
     N: tl.constexpr,
     SEGMENTS: tl.constexpr,
@@ -46,21 +46,21 @@ def normalise_rows(
     total = tl.zeros((ROWS, SEGMENTS * 16), tl.float32)
     for at in range(0, LENGTH, 16):
         known = at + lane < LENGTH
-        value = tl.load(x + at, mask=(row < M) & known, other=0.0).to(tl.float32)
+        value = tl.load(x + at, mask=(row < m) & known, other=0.0).to(tl.float32)
         total = tl.where(known, total + value, total)
     mean = tl.div_rn(merge_columns(total, ROWS, SEGMENTS * 16), N * 1.0)  # [ROWS, 1]
     total = tl.zeros((ROWS, SEGMENTS * 16), tl.float32)
     for at in range(0, LENGTH, 16):
         known = at + lane < LENGTH
-        rest = tl.load(x + at, mask=(row < M) & known, other=0.0).to(tl.float32) - mean
+        rest = tl.load(x + at, mask=(row < m) & known, other=0.0).to(tl.float32) - mean
         total = tl.where(known, total + rest * rest, total)
     variance = tl.div_rn(merge_columns(total, ROWS, SEGMENTS * 16), N * 1.0)
-    scale = tl.div_rn(1.0, tl.sqrt_rn(variance + EPS))  # [ROWS, 1]
-    tl.store(means + row, mean, mask=row < M)
-    tl.store(scales + row, scale, mask=row < M)
+    scale = tl.div_rn(1.0, tl.sqrt_rn(variance + eps))  # [ROWS, 1]
+    tl.store(means + row, mean, mask=row < m)
+    tl.store(scales + row, scale, mask=row < m)
     for at in range(0, LENGTH, 16):
         known = at + lane < LENGTH
-        inside = (row < M) & known
+        inside = (row < m) & known
         rest = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - mean
         factor = tl.load(weight + first + at, mask=known, other=0.0).to(tl.float32)
         result = (rest * scale) * factor
@@ -70,7 +70,7 @@ def normalise_rows(
         tl.store(y + row * N + first + at, result, mask=inside)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["m"])
 def differentiate_rows(
     grad: tl.tensor,
     x: tl.tensor,
@@ -78,7 +78,7 @@ def differentiate_rows(
     means: tl.tensor,
     scales: tl.tensor,
     dx: tl.tensor,
-    M: tl.tensor,
+    m: tl.tensor,
     N: tl.constexpr,
     SEGMENTS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -91,13 +91,13 @@ def differentiate_rows(
     first = (column // 16) * LENGTH + lane
     x += row * N + first
     grad += row * N + first
-    mean = tl.load(means + row, mask=row < M, other=0.0)  # [ROWS, 1]
-    scale = tl.load(scales + row, mask=row < M, other=0.0)  # [ROWS, 1]
+    mean = tl.load(means + row, mask=row < m, other=0.0)  # [ROWS, 1]
+    scale = tl.load(scales + row, mask=row < m, other=0.0)  # [ROWS, 1]
     total = tl.zeros((ROWS, SEGMENTS * 16), tl.float32)
     plain = tl.zeros((ROWS, SEGMENTS * 16), tl.float32)
     for at in range(0, LENGTH, 16):
         known = at + lane < LENGTH
-        inside = (row < M) & known
+        inside = (row < m) & known
         normal = (tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - mean) * scale
         factor = tl.load(weight + first + at, mask=known, other=0.0).to(tl.float32)
         weighted = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32) * factor
@@ -107,7 +107,7 @@ def differentiate_rows(
     level = tl.div_rn(merge_columns(plain, ROWS, SEGMENTS * 16), N * 1.0)  # [ROWS, 1]
     for at in range(0, LENGTH, 16):
         known = at + lane < LENGTH
-        inside = (row < M) & known
+        inside = (row < m) & known
         normal = (tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - mean) * scale
         factor = tl.load(weight + first + at, mask=known, other=0.0).to(tl.float32)
         weighted = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32) * factor

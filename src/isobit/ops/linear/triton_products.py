@@ -3,7 +3,7 @@
 Three kernels with one order. `linear_tile` keeps partial sums in registers. `linear_counter` keeps those of the upper
 levels in memory. `linear_segments` and `merge_segments` compute one segment per program, for few rows.
 x is [M, K], y [M, N] and weight [N, K], or [K, N] if TRANSPOSED, all contiguous. The weight has fewer than 2^31
-elements. The grid is one-dimensional over tiles; program 0 computes the tile FIRST.
+elements. The grid is one-dimensional over tiles; program 0 computes the tile `first_tile`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ GROUP = tl.constexpr(
 
 @triton.jit
 def find_tile(
-    tile: tl.tensor, M: tl.tensor, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+    tile: tl.tensor, m: tl.tensor, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
     """Return the first row (int64) and the first column of a tile."""
-    down, across = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    down, across = tl.cdiv(m, BLOCK_M), tl.cdiv(N, BLOCK_N)
     group, inside = tile // (GROUP * across), tile % (GROUP * across)
     height = tl.minimum(down - group * GROUP, GROUP)
     row = (group * GROUP + inside % height).to(tl.int64) * BLOCK_M
@@ -39,7 +39,7 @@ def sum_segment(
     row: tl.tensor,
     column: tl.tensor,
     segment: tl.tensor,
-    M: tl.tensor,
+    m: tl.tensor,
     N: tl.constexpr,
     K: tl.constexpr,
     SEGMENTS: tl.constexpr,
@@ -60,7 +60,7 @@ def sum_segment(
         right = weight + (column + segment * (LENGTH * N)) + columns
     else:
         right = weight + (column.to(tl.int64) * K + segment * LENGTH) + columns * K
-    left_in, right_in = row + rows < M, column + columns < N
+    left_in, right_in = row + rows < m, column + columns < N
     zeros = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     FIRST: tl.constexpr = LENGTH if x.dtype.element_ty != tl.float32 else min(LENGTH, LEAF)
     total = add_products(zeros, left, right, left_in, right_in, FIRST, 1, STEP, BLOCK_K)
@@ -84,7 +84,7 @@ def store_tile(
     y: tl.tensor,
     row: tl.tensor,
     column: tl.tensor,
-    M: tl.tensor,
+    m: tl.tensor,
     N: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -95,19 +95,19 @@ def store_tile(
     if HAS_BIAS:
         known = column + columns < N
         total = total + tl.load(bias + column + columns, mask=known, other=0.0).to(tl.float32)
-    inside = (row + rows < M) & (column + columns < N)
+    inside = (row + rows < m) & (column + columns < N)
     place = y + (row * N + column) + (rows * N + columns)
     tl.store(place, round_once(total, y.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["M", "FIRST"])
+@triton.jit(do_not_specialize=["m", "first_tile"])
 def linear_tile(
     x: tl.tensor,
     weight: tl.tensor,
     bias: tl.tensor,
     y: tl.tensor,
-    M: tl.tensor,
-    FIRST: tl.tensor,
+    m: tl.tensor,
+    first_tile: tl.tensor,
     N: tl.constexpr,
     K: tl.constexpr,
     SEGMENTS: tl.constexpr,
@@ -119,12 +119,12 @@ def linear_tile(
 ) -> None:
     """Compute a tile of y with all partial sums in registers; at most 8 segments."""
     tl.static_assert(SEGMENTS <= 8)
-    row, column = find_tile(FIRST + tl.program_id(0), M, N, BLOCK_M, BLOCK_N)
+    row, column = find_tile(first_tile + tl.program_id(0), m, N, BLOCK_M, BLOCK_N)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     one, two, four = total, total, total  # finished sums of 1, 2 and 4 segments
     for segment in tl.static_range(SEGMENTS):
         total = sum_segment(
-            x, weight, row, column, segment, M, N, K, SEGMENTS, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K
+            x, weight, row, column, segment, m, N, K, SEGMENTS, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K
         )  # fmt: skip
         if segment % 2 == 0:
             one = total
@@ -138,18 +138,18 @@ def linear_tile(
                     four = total
                 else:
                     total = four + total
-    store_tile(total, bias, y, row, column, M, N, HAS_BIAS, BLOCK_M, BLOCK_N)
+    store_tile(total, bias, y, row, column, m, N, HAS_BIAS, BLOCK_M, BLOCK_N)
 
 
-@triton.jit(do_not_specialize=["M", "FIRST"])
+@triton.jit(do_not_specialize=["m", "first_tile"])
 def linear_counter(
     x: tl.tensor,
     weight: tl.tensor,
     bias: tl.tensor,
     y: tl.tensor,
     scratch: tl.tensor,
-    M: tl.tensor,
-    FIRST: tl.tensor,
+    m: tl.tensor,
+    first_tile: tl.tensor,
     N: tl.constexpr,
     K: tl.constexpr,
     SEGMENTS: tl.constexpr,
@@ -169,17 +169,17 @@ def linear_counter(
     """
     TILE: tl.constexpr = BLOCK_M * BLOCK_N
     tl.static_assert(PAIRS <= 2 and SEGMENTS >= 2 * PAIRS)
-    row, column = find_tile(FIRST + tl.program_id(0), M, N, BLOCK_M, BLOCK_N)
+    row, column = find_tile(first_tile + tl.program_id(0), m, N, BLOCK_M, BLOCK_N)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for run in range(SEGMENTS // (2 * PAIRS)):
         first = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)  # the sum of the first pair
         for pair in range(PAIRS):
             at = 2 * (PAIRS * run + pair)
             left = sum_segment(
-                x, weight, row, column, at, M, N, K, SEGMENTS, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K
+                x, weight, row, column, at, m, N, K, SEGMENTS, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K
             )
             right = sum_segment(
-                x, weight, row, column, at + 1, M, N, K, SEGMENTS, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K
+                x, weight, row, column, at + 1, m, N, K, SEGMENTS, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K
             )  # fmt: skip
             total = left + right
             if pair == 0:
@@ -195,15 +195,15 @@ def linear_counter(
                     total = tl.load(own + level * TILE) + total
                 else:
                     tl.store(own + level * TILE, total)
-    store_tile(total, bias, y, row, column, M, N, HAS_BIAS, BLOCK_M, BLOCK_N)
+    store_tile(total, bias, y, row, column, m, N, HAS_BIAS, BLOCK_M, BLOCK_N)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["m"])
 def linear_segments(
     x: tl.tensor,
     weight: tl.tensor,
     partial: tl.tensor,
-    M: tl.tensor,
+    m: tl.tensor,
     N: tl.constexpr,
     K: tl.constexpr,
     SEGMENTS: tl.constexpr,
@@ -212,32 +212,32 @@ def linear_segments(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
-    """Compute a tile of one segment, program_id(1); partial is fp32 [SEGMENTS, M, N]."""
+    """Compute a tile of one segment, program_id(1); partial is fp32 [SEGMENTS, m, N]."""
     segment = tl.program_id(1)
-    row, column = find_tile(tl.program_id(0), M, N, BLOCK_M, BLOCK_N)
+    row, column = find_tile(tl.program_id(0), m, N, BLOCK_M, BLOCK_N)
     total = sum_segment(
-        x, weight, row, column, segment, M, N, K, SEGMENTS, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K
+        x, weight, row, column, segment, m, N, K, SEGMENTS, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K
     )
     rows, columns = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :]
-    inside = (row + rows < M) & (column + columns < N)
-    place = partial + ((segment * M + row) * N + column) + (rows * N + columns)
+    inside = (row + rows < m) & (column + columns < N)
+    place = partial + ((segment * m + row) * N + column) + (rows * N + columns)
     tl.store(place, total, mask=inside)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["m"])
 def merge_segments(
     partial: tl.tensor,
     bias: tl.tensor,
     y: tl.tensor,
-    M: tl.tensor,
+    m: tl.tensor,
     N: tl.constexpr,
     SEGMENTS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Merge partial [SEGMENTS, M, N] into y [M, N] by the balanced tree."""
+    """Merge partial [SEGMENTS, m, N] into y [m, N] by the balanced tree."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
-    inside, size = at < M.to(tl.int64) * N, M.to(tl.int64) * N
+    inside, size = at < m.to(tl.int64) * N, m.to(tl.int64) * N
     place = tl.arange(0, SEGMENTS)[None, :] * size + at
     total = merge_columns(tl.load(partial + place, mask=inside, other=0.0), BLOCK, SEGMENTS)
     if HAS_BIAS:
@@ -251,7 +251,7 @@ def merge_segments(
 # segment are folded left too, and segments are merged by a binary counter. See isobit/order/samples.py. grad is
 # [tokens, N] and x [tokens, K], both contiguous; dw is [N, K]. spans is int64 [samples, 2]: the first token and the
 # number of tokens of each sample. The grid is one-dimensional over tiles of dw, columns fastest; program 0 computes
-# the tile FIRST. How many samples there are is known at run time: a kernel serves every batch.
+# the tile `first_tile`. How many samples there are is known at run time: a kernel serves every batch.
 
 
 @triton.jit
@@ -298,40 +298,40 @@ def sum_tokens(
     return total
 
 
-@triton.jit(do_not_specialize=["FIRST", "SEGMENTS", "SIZE", "LEVELS"])
+@triton.jit(do_not_specialize=["first_tile", "segments", "size", "levels"])
 def weight_grad(
     grad: tl.tensor,
     x: tl.tensor,
     spans: tl.tensor,
     dw: tl.tensor,
     scratch: tl.tensor,
-    FIRST: tl.tensor,
-    SEGMENTS: tl.tensor,
-    SIZE: tl.tensor,
-    LEVELS: tl.tensor,
+    first_tile: tl.tensor,
+    segments: tl.tensor,
+    size: tl.tensor,
+    levels: tl.tensor,
     N: tl.constexpr,
     K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ) -> None:
-    """Compute a tile of dw over SEGMENTS segments of SIZE samples, at least one each.
+    """Compute a tile of dw over `segments` segments of `size` samples, at least one each.
 
-    scratch is fp32 [programs, LEVELS, BLOCK_N, BLOCK_K] with LEVELS = log2(SEGMENTS).
+    scratch is fp32 [programs, levels, BLOCK_N, BLOCK_K] with levels = log2(segments).
     """
     TILE: tl.constexpr = BLOCK_N * BLOCK_K
-    tile, across = FIRST + tl.program_id(0), tl.cdiv(K, BLOCK_K)
+    tile, across = first_tile + tl.program_id(0), tl.cdiv(K, BLOCK_K)
     rows = (tile // across) * BLOCK_N + tl.arange(0, BLOCK_N)
     columns = (tile % across) * BLOCK_K + tl.arange(0, BLOCK_K)
     own = tl.arange(0, BLOCK_N)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
-    own = scratch + tl.program_id(0).to(tl.int64) * LEVELS * TILE + own
+    own = scratch + tl.program_id(0).to(tl.int64) * levels * TILE + own
     total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    for segment in range(SEGMENTS):
-        for sample in range(segment * SIZE, (segment + 1) * SIZE):
+    for segment in range(segments):
+        for sample in range(segment * size, (segment + 1) * size):
             first, count = tl.load(spans + 2 * sample), tl.load(spans + 2 * sample + 1).to(tl.int32)
             start = tl.minimum(count, LEAF)
             run = sum_tokens(grad, x, first, start, rows, columns, N, K, BLOCK_N, BLOCK_K, BLOCK_T)
-            if sample == segment * SIZE:  # noqa: SIM108 (a ternary of tensors would compute both)
+            if sample == segment * size:  # noqa: SIM108 (a ternary of tensors would compute both)
                 total = run
             else:
                 total = total + run
@@ -345,7 +345,7 @@ def weight_grad(
             tl.debug_barrier()  # other warps may have stored what this one loads
             total = tl.load(own + level * TILE) + total
             level += 1
-        if level < LEVELS:
+        if level < levels:
             tl.store(own + level * TILE, total)
     inside = (rows[:, None] < N) & (columns[None, :] < K)
     place = rows[:, None].to(tl.int64) * K + columns[None, :]

@@ -17,11 +17,11 @@ from isobit.ops.gpu.launching import row_launch, run
 from isobit.ops.gpu.sums import merge_columns, merge_pairs
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["m"])
 def log_softmax(
     x: tl.tensor,
     y: tl.tensor,
-    M: tl.tensor,
+    m: tl.tensor,
     N: tl.constexpr,
     SEGMENTS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -34,7 +34,7 @@ def log_softmax(
     place = row * N + (column // 16) * LENGTH + lane
     most = tl.full((ROWS, SEGMENTS * 16), -float("inf"), tl.float32)
     for at in range(0, LENGTH, 16):
-        inside = (row < M) & (at + lane < LENGTH)
+        inside = (row < m) & (at + lane < LENGTH)
         value = tl.load(x + place + at, mask=inside, other=-float("inf")).to(tl.float32)
         most = tl.maximum(most, value)
     tops = tl.max(tl.reshape(most, (ROWS, SEGMENTS, 16)), 2)  # [ROWS, SEGMENTS]
@@ -44,24 +44,24 @@ def log_softmax(
     total = tl.zeros((ROWS, SEGMENTS * 16), tl.float32)
     for at in range(0, LENGTH, 16):
         known = at + lane < LENGTH
-        value = tl.load(x + place + at, mask=(row < M) & known, other=0.0).to(tl.float32)
+        value = tl.load(x + place + at, mask=(row < m) & known, other=0.0).to(tl.float32)
         total = tl.where(known, total + exp_nonpositive(value - base), total)
     sums = merge_columns(tl.reshape(total, (ROWS * SEGMENTS, 16)), ROWS * SEGMENTS, 16)
     top, whole = merge_pairs(tops, tl.reshape(sums, (ROWS, SEGMENTS)), ROWS, SEGMENTS)
     log_sum = log_positive(whole)  # [ROWS, 1]
     for at in range(0, LENGTH, 16):
-        inside = (row < M) & (at + lane < LENGTH)
+        inside = (row < m) & (at + lane < LENGTH)
         value = tl.load(x + place + at, mask=inside, other=0.0).to(tl.float32)
         result = round_once((value - top) - log_sum, y.dtype.element_ty)
         tl.store(y + place + at, result, mask=inside)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["m"])
 def log_softmax_grad(
     grad: tl.tensor,
     y: tl.tensor,
     dx: tl.tensor,
-    M: tl.tensor,
+    m: tl.tensor,
     N: tl.constexpr,
     SEGMENTS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -75,11 +75,11 @@ def log_softmax_grad(
     total = tl.zeros((ROWS, SEGMENTS * 16), tl.float32)
     for at in range(0, LENGTH, 16):
         known = at + lane < LENGTH
-        upstream = tl.load(grad + place + at, mask=(row < M) & known, other=0.0).to(tl.float32)
+        upstream = tl.load(grad + place + at, mask=(row < m) & known, other=0.0).to(tl.float32)
         total = tl.where(known, total + upstream, total)
     whole = merge_columns(total, ROWS, SEGMENTS * 16)  # [ROWS, 1]
     for at in range(0, LENGTH, 16):
-        inside = (row < M) & (at + lane < LENGTH)
+        inside = (row < m) & (at + lane < LENGTH)
         weight = exp_nonpositive(tl.load(y + place + at, mask=inside, other=0.0).to(tl.float32))
         upstream = tl.load(grad + place + at, mask=inside, other=0.0).to(tl.float32)
         result = round_once(upstream - weight * whole, dx.dtype.element_ty)

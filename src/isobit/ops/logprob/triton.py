@@ -32,29 +32,29 @@ WORDS = (65536, 8192, 1024, 128)  # at a time, for the gradient of the weight
 BLOCK, WARPS = 1024, 4
 
 
-@triton.jit(do_not_specialize=["SIZE"])
-def cap_logits(logits: tl.tensor, SIZE: tl.tensor, CAP: tl.tensor, BLOCK: tl.constexpr) -> None:
-    """Replace fp32 logits [SIZE] by CAP · tanh(logit / CAP)."""
+@triton.jit(do_not_specialize=["size"])
+def cap_logits(logits: tl.tensor, size: tl.tensor, cap: tl.tensor, BLOCK: tl.constexpr) -> None:
+    """Replace fp32 logits [size] by cap · tanh(logit / cap)."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value, _ = soft_cap(tl.load(logits + place, mask=place < SIZE, other=0.0), CAP)
-    tl.store(logits + place, value, mask=place < SIZE)
+    value, _ = soft_cap(tl.load(logits + place, mask=place < size, other=0.0), cap)
+    tl.store(logits + place, value, mask=place < size)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["m"])
 def choose_words(
     logits: tl.tensor,
     targets: tl.tensor,
     found: tl.tensor,
     stats: tl.tensor,
-    M: tl.tensor,
-    INVERSE: tl.tensor,
+    m: tl.tensor,
+    inverse: tl.tensor,
     N: tl.constexpr,
     SEGMENTS: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
-    """Store log-probabilities of targets, found [M], and each row's maximum and log of its sum, stats [M, 2].
+    """Store log-probabilities of targets, found [m], and each row's maximum and log of its sum, stats [m, 2].
 
-    logits is fp32 [M, N], targets int64 [M]. A tile is [ROWS, SEGMENTS * 16]: one column per lane, the lanes of a
+    logits is fp32 [m, N], targets int64 [m]. A tile is [ROWS, SEGMENTS * 16]: one column per lane, the lanes of a
     segment side by side.
     """
     LENGTH: tl.constexpr = N // SEGMENTS
@@ -64,8 +64,8 @@ def choose_words(
     place = row * N + (column // 16) * LENGTH + lane
     most = tl.full((ROWS, SEGMENTS * 16), -float("inf"), tl.float32)
     for at in range(0, LENGTH, 16):
-        inside = (row < M) & (at + lane < LENGTH)
-        value = tl.load(logits + place + at, mask=inside, other=-float("inf")) * INVERSE
+        inside = (row < m) & (at + lane < LENGTH)
+        value = tl.load(logits + place + at, mask=inside, other=-float("inf")) * inverse
         most = tl.maximum(most, value)
     tops = tl.max(tl.reshape(most, (ROWS, SEGMENTS, 16)), 2)  # [ROWS, SEGMENTS]
     base = tl.where(tops == -float("inf"), 0.0, tops)
@@ -74,53 +74,53 @@ def choose_words(
     total = tl.zeros((ROWS, SEGMENTS * 16), tl.float32)
     for at in range(0, LENGTH, 16):
         known = at + lane < LENGTH
-        value = tl.load(logits + place + at, mask=(row < M) & known, other=0.0) * INVERSE
+        value = tl.load(logits + place + at, mask=(row < m) & known, other=0.0) * inverse
         total = tl.where(known, total + exp_nonpositive(value - base), total)
     sums = merge_columns(tl.reshape(total, (ROWS * SEGMENTS, 16)), ROWS * SEGMENTS, 16)
     top, whole = merge_pairs(tops, tl.reshape(sums, (ROWS, SEGMENTS)), ROWS, SEGMENTS)
     log_sum = log_positive(whole)  # [ROWS, 1]
-    target = tl.load(targets + row, mask=row < M, other=-1)
-    chosen = tl.load(logits + row * N + target, mask=target >= 0, other=0.0) * INVERSE
+    target = tl.load(targets + row, mask=row < m, other=-1)
+    chosen = tl.load(logits + row * N + target, mask=target >= 0, other=0.0) * inverse
     result = tl.where(target < 0, 0.0, (chosen - top) - log_sum)
-    tl.store(found + row, round_once(result, tl.float32), mask=row < M)
-    tl.store(stats + row * 2, round_once(top, tl.float32), mask=row < M)
-    tl.store(stats + row * 2 + 1, round_once(log_sum, tl.float32), mask=row < M)
+    tl.store(found + row, round_once(result, tl.float32), mask=row < m)
+    tl.store(stats + row * 2, round_once(top, tl.float32), mask=row < m)
+    tl.store(stats + row * 2 + 1, round_once(log_sum, tl.float32), mask=row < m)
 
 
-@triton.jit(do_not_specialize=["FIRST", "COLUMNS"])
+@triton.jit(do_not_specialize=["first", "columns"])
 def differentiate_logits(
     logits: tl.tensor,
     targets: tl.tensor,
     stats: tl.tensor,
     grad: tl.tensor,
     out: tl.tensor,
-    FIRST: tl.tensor,
-    COLUMNS: tl.tensor,
-    INVERSE: tl.tensor,
-    CAP: tl.tensor,
+    first: tl.tensor,
+    columns: tl.tensor,
+    inverse: tl.tensor,
+    cap: tl.tensor,
     CAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Store out = (onehot(target) − softmax) · grad / temperature for the words from FIRST on.
+    """Store out = (onehot(target) − softmax) · grad / temperature for the words from first on.
 
-    logits is fp32 [M, COLUMNS], without their soft cap, out has its shape, targets is int64 [M], grad fp32 [M] and
+    logits is fp32 [M, columns], without their soft cap, out has its shape, targets is int64 [M], grad fp32 [M] and
     stats fp32 [M, 2].
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < COLUMNS
+    inside = column < columns
     target = tl.load(targets + row)
-    scaled = tl.where(target < 0, 0.0, tl.load(grad + row) * INVERSE)
-    value = tl.load(logits + row * COLUMNS + column, mask=inside, other=0.0)
+    scaled = tl.where(target < 0, 0.0, tl.load(grad + row) * inverse)
+    value = tl.load(logits + row * columns + column, mask=inside, other=0.0)
     if CAPPED:
-        value, slope = soft_cap(value, CAP)
-    value = value * INVERSE
+        value, slope = soft_cap(value, cap)
+    value = value * inverse
     weight = exp_nonpositive((value - tl.load(stats + row * 2)) - tl.load(stats + row * 2 + 1))
-    spread = tl.where(column + FIRST == target, 1.0 - weight, 0.0 - weight) * scaled
+    spread = tl.where(column + first == target, 1.0 - weight, 0.0 - weight) * scaled
     if CAPPED:
         spread = spread * slope
     result = round_once(spread, out.dtype.element_ty)
-    tl.store(out + row * COLUMNS + column, result, mask=inside)
+    tl.store(out + row * columns + column, result, mask=inside)
 
 
 def scale_of(temperature: float) -> float:

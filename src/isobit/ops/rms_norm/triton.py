@@ -19,19 +19,19 @@ from isobit.ops.gpu.sums import merge_columns
 from isobit.ops.portable.samples import whole_samples
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["m"])
 def normalise_rows(
     x: tl.tensor,
     weight: tl.tensor,
     y: tl.tensor,
     scales: tl.tensor,
-    M: tl.tensor,
-    EPS: tl.tensor,
+    m: tl.tensor,
+    eps: tl.tensor,
     N: tl.constexpr,
     SEGMENTS: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
-    """Compute y = (x · scale) · weight with scale = 1 / sqrt(Σ x² / N + EPS); scales is fp32 [M]."""
+    """Compute y = (x · scale) · weight with scale = 1 / sqrt(Σ x² / N + eps); scales is fp32 [m]."""
     LENGTH: tl.constexpr = N // SEGMENTS
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]).to(tl.int64)
     column = tl.arange(0, SEGMENTS * 16)[None, :]
@@ -40,32 +40,32 @@ def normalise_rows(
     x += row * N + first
     total = tl.zeros((ROWS, SEGMENTS * 16), tl.float32)
     for at in range(0, LENGTH // 16 * 16, 16):
-        value = tl.load(x + at, mask=row < M, other=0.0).to(tl.float32)
+        value = tl.load(x + at, mask=row < m, other=0.0).to(tl.float32)
         total = total + value * value
     if LENGTH % 16 != 0:  # the lanes beyond the end add nothing
         TAIL: tl.constexpr = LENGTH // 16 * 16
         known = TAIL + lane < LENGTH
-        value = tl.load(x + TAIL, mask=(row < M) & known, other=0.0).to(tl.float32)
+        value = tl.load(x + TAIL, mask=(row < m) & known, other=0.0).to(tl.float32)
         total = tl.where(known, total + value * value, total)
     mean = tl.div_rn(merge_columns(total, ROWS, SEGMENTS * 16), N * 1.0)
-    scale = tl.div_rn(1.0, tl.sqrt_rn(mean + EPS))  # [ROWS, 1]
-    tl.store(scales + row, scale, mask=row < M)
+    scale = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))  # [ROWS, 1]
+    tl.store(scales + row, scale, mask=row < m)
     for at in range(0, LENGTH, 16):
-        inside = (row < M) & (at + lane < LENGTH)
+        inside = (row < m) & (at + lane < LENGTH)
         value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
         factor = tl.load(weight + first + at, mask=at + lane < LENGTH, other=0.0).to(tl.float32)
         result = round_once((value * scale) * factor, y.dtype.element_ty)
         tl.store(y + row * N + first + at, result, mask=inside)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["m"])
 def differentiate_rows(
     grad: tl.tensor,
     x: tl.tensor,
     weight: tl.tensor,
     scales: tl.tensor,
     dx: tl.tensor,
-    M: tl.tensor,
+    m: tl.tensor,
     N: tl.constexpr,
     SEGMENTS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -78,11 +78,11 @@ def differentiate_rows(
     first = (column // 16) * LENGTH + lane
     x += row * N + first
     grad += row * N + first
-    scale = tl.load(scales + row, mask=row < M, other=0.0)  # [ROWS, 1]
+    scale = tl.load(scales + row, mask=row < m, other=0.0)  # [ROWS, 1]
     total = tl.zeros((ROWS, SEGMENTS * 16), tl.float32)
     for at in range(0, LENGTH, 16):
         known = at + lane < LENGTH
-        inside = (row < M) & known
+        inside = (row < m) & known
         normal = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * scale
         factor = tl.load(weight + first + at, mask=known, other=0.0).to(tl.float32)
         weighted = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32) * factor
@@ -90,7 +90,7 @@ def differentiate_rows(
     share = tl.div_rn(merge_columns(total, ROWS, SEGMENTS * 16), N * 1.0)  # [ROWS, 1]
     for at in range(0, LENGTH, 16):
         known = at + lane < LENGTH
-        inside = (row < M) & known
+        inside = (row < m) & known
         normal = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * scale
         factor = tl.load(weight + first + at, mask=known, other=0.0).to(tl.float32)
         weighted = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32) * factor

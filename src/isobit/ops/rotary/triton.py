@@ -17,24 +17,24 @@ from isobit.ops.gpu.launching import run, target_of
 from isobit.ops.gpu.tiles import tile_of
 
 
-@triton.jit(do_not_specialize=["SIZE", "PERIOD"])
+@triton.jit(do_not_specialize=["size", "period"])
 def rotate(
     x: tl.tensor,
     cos: tl.tensor,
     sin: tl.tensor,
     y: tl.tensor,
-    SIZE: tl.tensor,
-    PERIOD: tl.tensor,
+    size: tl.tensor,
+    period: tl.tensor,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
     INVERSE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Rotate pairs (low, high) by the angles of their token, or by the opposite angles; SIZE is the number of pairs."""
+    """Rotate pairs (low, high) by the angles of their token, or by the opposite angles; size is the number of pairs."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < SIZE
+    inside = at < size
     place = at // HALF * (2 * HALF) + at % HALF
-    angle = at // (HALF * HEADS) % PERIOD * (2 * HALF) + at % HALF
+    angle = at // (HALF * HEADS) % period * (2 * HALF) + at % HALF
     low = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(x + place + HALF, mask=inside, other=0.0).to(tl.float32)
     cos_low = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)

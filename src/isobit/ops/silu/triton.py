@@ -12,25 +12,25 @@ from isobit.ops.gpu.executors import triton_operator
 from isobit.ops.gpu.launching import run_elements
 
 
-@triton.jit(do_not_specialize=["SIZE"])
-def silu(x: tl.tensor, y: tl.tensor, SIZE: tl.tensor, BLOCK: tl.constexpr) -> None:
+@triton.jit(do_not_specialize=["size"])
+def silu(x: tl.tensor, y: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr) -> None:
     """Compute y = x / (1 + e^-x)."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(x + at, mask=at < SIZE, other=0.0).to(tl.float32)
+    value = tl.load(x + at, mask=at < size, other=0.0).to(tl.float32)
     _, denominator = logistic(value)
     result = round_once(tl.div_rn(value, denominator), y.dtype.element_ty)
-    tl.store(y + at, result, mask=at < SIZE)
+    tl.store(y + at, result, mask=at < size)
 
 
-@triton.jit(do_not_specialize=["SIZE"])
+@triton.jit(do_not_specialize=["size"])
 def silu_grad(
-    grad: tl.tensor, x: tl.tensor, dx: tl.tensor, SIZE: tl.tensor, BLOCK: tl.constexpr
+    grad: tl.tensor, x: tl.tensor, dx: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr
 ) -> None:
     """Compute dx = grad · the derivative at x."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    _, slope = sigmoid_and_slope(tl.load(x + at, mask=at < SIZE, other=0.0).to(tl.float32))
-    upstream = tl.load(grad + at, mask=at < SIZE, other=0.0).to(tl.float32)
-    tl.store(dx + at, round_once(upstream * slope, dx.dtype.element_ty), mask=at < SIZE)
+    _, slope = sigmoid_and_slope(tl.load(x + at, mask=at < size, other=0.0).to(tl.float32))
+    upstream = tl.load(grad + at, mask=at < size, other=0.0).to(tl.float32)
+    tl.store(dx + at, round_once(upstream * slope, dx.dtype.element_ty), mask=at < size)
 
 
 @triton_operator("silu")

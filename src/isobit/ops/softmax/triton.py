@@ -17,11 +17,11 @@ from isobit.ops.gpu.launching import row_launch, run
 from isobit.ops.gpu.sums import merge_columns
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["m"])
 def softmax(
     x: tl.tensor,
     y: tl.tensor,
-    M: tl.tensor,
+    m: tl.tensor,
     N: tl.constexpr,
     SEGMENTS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -34,22 +34,22 @@ def softmax(
     place = row * N + (column // 16) * LENGTH + lane
     most = tl.full((ROWS, SEGMENTS * 16), -float("inf"), tl.float32)
     for at in range(0, LENGTH, 16):
-        inside = (row < M) & (at + lane < LENGTH)
+        inside = (row < m) & (at + lane < LENGTH)
         value = tl.load(x + place + at, mask=inside, other=-float("inf")).to(tl.float32)
         most = tl.maximum(most, value)
     top = tl.max(most, 1)[:, None]  # [ROWS, 1]
     total = tl.zeros((ROWS, SEGMENTS * 16), tl.float32)
     for at in range(0, LENGTH // 16 * 16, 16):
-        value = tl.load(x + place + at, mask=row < M, other=0.0).to(tl.float32)
+        value = tl.load(x + place + at, mask=row < m, other=0.0).to(tl.float32)
         total = total + exp_nonpositive(value - top)
     if LENGTH % 16 != 0:
         TAIL: tl.constexpr = LENGTH // 16 * 16
         known = TAIL + lane < LENGTH
-        value = tl.load(x + place + TAIL, mask=(row < M) & known, other=0.0).to(tl.float32)
+        value = tl.load(x + place + TAIL, mask=(row < m) & known, other=0.0).to(tl.float32)
         total = tl.where(known, total + exp_nonpositive(value - top), total)
     whole = merge_columns(total, ROWS, SEGMENTS * 16)  # [ROWS, 1]
     for at in range(0, LENGTH, 16):
-        inside = (row < M) & (at + lane < LENGTH)
+        inside = (row < m) & (at + lane < LENGTH)
         value = tl.load(x + place + at, mask=inside, other=0.0).to(tl.float32)
         term = exp_nonpositive(value - top)
         term, divisor = tl.broadcast(term, whole)
@@ -57,12 +57,12 @@ def softmax(
         tl.store(y + place + at, result, mask=inside)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["m"])
 def softmax_grad(
     grad: tl.tensor,
     y: tl.tensor,
     dx: tl.tensor,
-    M: tl.tensor,
+    m: tl.tensor,
     N: tl.constexpr,
     SEGMENTS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -76,13 +76,13 @@ def softmax_grad(
     total = tl.zeros((ROWS, SEGMENTS * 16), tl.float32)
     for at in range(0, LENGTH, 16):
         known = at + lane < LENGTH
-        inside = (row < M) & known
+        inside = (row < m) & known
         weight = tl.load(y + place + at, mask=inside, other=0.0).to(tl.float32)
         upstream = tl.load(grad + place + at, mask=inside, other=0.0).to(tl.float32)
         total = tl.where(known, total + weight * upstream, total)
     whole = merge_columns(total, ROWS, SEGMENTS * 16)  # [ROWS, 1]
     for at in range(0, LENGTH, 16):
-        inside = (row < M) & (at + lane < LENGTH)
+        inside = (row < m) & (at + lane < LENGTH)
         weight = tl.load(y + place + at, mask=inside, other=0.0).to(tl.float32)
         upstream = tl.load(grad + place + at, mask=inside, other=0.0).to(tl.float32)
         result = round_once(weight * (upstream - whole), dx.dtype.element_ty)

@@ -12,39 +12,39 @@ from isobit.ops.gpu.executors import triton_operator
 from isobit.ops.gpu.launching import run_elements
 
 
-@triton.jit(do_not_specialize=["SIZE"])
+@triton.jit(do_not_specialize=["size"])
 def swiglu(
-    gate: tl.tensor, up: tl.tensor, y: tl.tensor, SIZE: tl.tensor, BLOCK: tl.constexpr
+    gate: tl.tensor, up: tl.tensor, y: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr
 ) -> None:
     """Compute y = gate / (1 + e^-gate) · up."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(gate + at, mask=at < SIZE, other=0.0).to(tl.float32)
-    factor = tl.load(up + at, mask=at < SIZE, other=0.0).to(tl.float32)
+    value = tl.load(gate + at, mask=at < size, other=0.0).to(tl.float32)
+    factor = tl.load(up + at, mask=at < size, other=0.0).to(tl.float32)
     _, denominator = logistic(value)
     result = tl.div_rn(value, denominator) * factor
-    tl.store(y + at, round_once(result, y.dtype.element_ty), mask=at < SIZE)
+    tl.store(y + at, round_once(result, y.dtype.element_ty), mask=at < size)
 
 
-@triton.jit(do_not_specialize=["SIZE"])
+@triton.jit(do_not_specialize=["size"])
 def swiglu_grad(
     grad: tl.tensor,
     gate: tl.tensor,
     up: tl.tensor,
     dgate: tl.tensor,
     dup: tl.tensor,
-    SIZE: tl.tensor,
+    size: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
     """Compute dgate = (grad · up) · the derivative at gate, and dup = grad · (gate · s)."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(gate + at, mask=at < SIZE, other=0.0).to(tl.float32)
-    factor = tl.load(up + at, mask=at < SIZE, other=0.0).to(tl.float32)
-    upstream = tl.load(grad + at, mask=at < SIZE, other=0.0).to(tl.float32)
+    value = tl.load(gate + at, mask=at < size, other=0.0).to(tl.float32)
+    factor = tl.load(up + at, mask=at < size, other=0.0).to(tl.float32)
+    upstream = tl.load(grad + at, mask=at < size, other=0.0).to(tl.float32)
     s, slope = sigmoid_and_slope(value)
     of_gate = round_once(upstream * factor * slope, dgate.dtype.element_ty)
     of_up = round_once(upstream * (value * s), dup.dtype.element_ty)
-    tl.store(dgate + at, of_gate, mask=at < SIZE)
-    tl.store(dup + at, of_up, mask=at < SIZE)
+    tl.store(dgate + at, of_gate, mask=at < size)
+    tl.store(dup + at, of_up, mask=at < size)
 
 
 @triton_operator("swiglu")

@@ -1,6 +1,0 @@
-"""Recorded hangs, each beside its right twin."""
-
-from tests.autopsy.hangs import collectives, disagreements, incomplete, messages
-from tests.autopsy.hangs.hang import HANGS, Hang, record
-
-__all__ = ["HANGS", "Hang", "collectives", "disagreements", "incomplete", "messages", "record"]
