@@ -78,6 +78,7 @@ def train(kind, values, steps=4, **options):
 
 @pytest.mark.parametrize("foreach", [None, True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.sweep(2)
 def test_steps_are_near_torchs_and_those_of_pieces(dtype, foreach):
     x = torch.randn(5003).to(dtype)
     whole = train(AdamW, [x], foreach=foreach)

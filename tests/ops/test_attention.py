@@ -131,6 +131,7 @@ MASKS = (
 
 
 @pytest.mark.parametrize("options", MASKS, ids=str)
+@pytest.mark.sweep(2)
 def test_masks_and_caps_are_differentiated(options):
     q, k, v = (t.double().requires_grad_() for t in problem(6, 1, 1, 16))
     few = {**options, "window": 3} if "window" in options else options

@@ -107,6 +107,7 @@ def test_skipped_and_computed_chunks_are_the_same():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 100, 2100])
+@pytest.mark.sweep(3)
 def test_decode_pieces_and_pages_are_a_prefill(dtype, window):
     q, k, v = problem(LONG, LONG, dtype, heads=2)
     whole = isobit.attention(q, k, v, is_causal=True, window=window)

@@ -177,6 +177,7 @@ def test_kinds_of_teachers_agree():
 @needs_native
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("words", [1, 67, 300, 1101])
+@pytest.mark.sweep(4)
 def test_native_and_portable_agree(words, direction, monkeypatch):
     """One segment with a tail, four segments, one long segment; all kinds of teachers; a dtype of the teacher's own."""
     hidden, weight, other, head, targets = problem(7, words, 5)

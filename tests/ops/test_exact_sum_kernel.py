@@ -38,6 +38,7 @@ def true_sum(x: torch.Tensor, squared: bool) -> Fraction:
 @needs_native
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", mostly_full(SIZES, SIZES[:-1]))
+@pytest.mark.sweep(10)
 def test_digits_are_the_true_sums(size, dtype):
     for x in (
         wide(size, dtype),

@@ -67,6 +67,7 @@ BREAKING = {
     "ignore:The .grad attribute"
 )  # of torch, where a graph goes on after a break
 @pytest.mark.parametrize("name", BREAKING)
+@pytest.mark.sweep(2)
 def test_operators_that_break_the_graph_have_the_eager_bits(name):
     """They decide by values, which a graph cannot: what is around them is compiled."""
     function, x = BREAKING[name], torch.tensor(1.5, requires_grad=True)

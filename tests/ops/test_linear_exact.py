@@ -45,6 +45,7 @@ def exact_matrix(segments, left, right, engine, bias=None):
     [(1, 1, 1), (3, 31, 2), (2, 514, 3), (1, 1025, 2), (1, 4100, 1), (2, 1024, 1), (17, 65, 66)],
 )
 @pytest.mark.parametrize("executor", ["native", "portable"])
+@pytest.mark.sweep(14)
 def test_forward_and_input_gradient(dtype, m, k, n, executor):
     if executor == "native" and not dispatch.has_native():
         pytest.skip("no native kernels")

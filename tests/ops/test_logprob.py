@@ -54,6 +54,7 @@ def gradients(
     ("rows", "vocabulary", "width"),
     [(5, 1, 3), (7, 67, 8), (70, 300, 16), (9, 1100, 8), (6, 1101, 8), (3, 5003, 4)],
 )
+@pytest.mark.sweep(4)
 def test_native_and_portable_agree(rows, vocabulary, width, temperature):
     hidden, weight, targets = problem(rows, vocabulary, width)
     samples = Samples.packed([2, rows - 2])

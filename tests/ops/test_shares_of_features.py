@@ -43,6 +43,7 @@ GROUPS = [((512, 512), 4), ((512, 256, 256), 4), ((96, 80, 80), 4), ((1001, 40, 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "groups"), GROUPS)
+@pytest.mark.sweep(8)
 def test_groups_merge_to_the_whole(rows, groups, dtype, executor):
     if executor == "portable" and sum(rows) > 256:
         pytest.skip("slow, and the same functions")

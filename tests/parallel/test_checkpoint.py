@@ -99,6 +99,7 @@ def resume(ranks, folder):
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 4), (2, 1)])
+@pytest.mark.sweep(1)
 def test_loaded_at_another_layout(saved, shape):
     folder, digests = saved
     assert set(on_mesh(shape, lambda ranks: resume(ranks, folder))) == {digests}

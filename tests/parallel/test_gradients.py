@@ -60,6 +60,7 @@ def found_by(ranks, micro, wrap=plain, order="rank", **options):
     ("dtype", "tied"), [(torch.float32, False), (BF16, False), (torch.float32, True), (BF16, True)]
 )
 @pytest.mark.parametrize(("ranks", "micro"), LAYOUTS)
+@pytest.mark.sweep(10)
 def test_every_layout_has_the_gradients_of_the_whole_batch(ranks, micro, dtype, tied):
     expected = whole(make(dtype, tied=tied))
     assert {g.dtype for g in expected.values()} == {dtype}

@@ -43,6 +43,7 @@ def whole(request):
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.sweep(2)
 def test_a_split_model_has_the_bits_of_the_whole_one(whole, count):
     assert on_ranks(count, lambda ranks: models.differing(ranks, *whole)) == [[]] * count
 

@@ -232,6 +232,7 @@ def named(documents, rank, number, cause, delay):
 
 
 @corpus
+@pytest.mark.full
 def test_some_planted_delays_in_a_recorded_run_are_named():
     documents = read_archive(CORPUS / "dlrm_8xV100.tar.gz")
     places = [(0, 1, "compute"), (3, 4, "data loader"), (6, 7, "sync"), (2, 6, "compute")]

@@ -98,6 +98,7 @@ def test_a_script_is_recorded_on_two_ranks_and_its_late_rank_named(script, tmp_p
     assert "trained to the end" not in (tmp_path / "out" / "rank0.output").read_text()
 
 
+@pytest.mark.full
 def test_a_script_that_fails_or_takes_too_few_steps_could_not_run(script, tmp_path, capsys):
     words = ["profile", str(script), "--ranks", "2"]
     assert main([*words, "--", "--fail"]) == 2

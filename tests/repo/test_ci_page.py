@@ -59,6 +59,7 @@ def test_the_page_runs_every_command_that_its_table_names():
 @pytest.mark.parametrize(
     "line", [pytest.param(x, marks=[pytest.mark.full] * x.startswith(SLOW)) for x in LINES]
 )
+@pytest.mark.sweep(3)
 def test_a_line_of_the_workflow_runs(line, project):
     done = run(line, project)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
@@ -96,6 +97,7 @@ BROKEN = {
         for name in BROKEN
     ],
 )
+@pytest.mark.sweep(1)
 def test_a_step_fails_where_the_project_is_broken(command, project):
     name, right, wrong = BROKEN[command]
     text = (project / name).read_text()

@@ -121,6 +121,7 @@ def test_contents(wheel):
     assert "Wheels, extras, times" in text  # the words of a link stay
 
 
+@pytest.mark.full
 def test_a_wheel_without_kernels_for_every_platform(tmp_path):
     """As an ARM host of a GPU installs it: operators have the same bits, and the doctor gives the reason."""
     wheel, _ = build(ROOT, tmp_path / "work", {**NO_COMPILER, "ISOBIT_PURE_PYTHON": "1"})

@@ -23,6 +23,7 @@ def certificate_of(*branches, n, names=None):
 
 @pytest.mark.parametrize("n", [1, 2, 16, 33, 4096])
 @pytest.mark.parametrize("name", ORDERS)
+@pytest.mark.sweep(25)
 def test_every_order_is_drawn_in_its_frame(name, n):
     picture = draw_certificate(certificate_of(ORDERS[name](n), n=n), "title")
     root = ElementTree.fromstring(picture)

@@ -61,12 +61,14 @@ def test_there_are_enough():
 
 
 @pytest.mark.parametrize("name", CATALOGUE)
+@pytest.mark.sweep(25)
 def test_is_named_with_its_culprits(name):
     seeds = (0,) if name == "endless-poll" else (0, 1, 6)  # five seconds each
     assert judge(name, seeds) == {}
 
 
 @pytest.mark.parametrize("name", TWINS)
+@pytest.mark.sweep(25)
 def test_clean_twin_raises_nothing(name):
     assert alarms(name, (0, 1)) == {}
 

@@ -57,6 +57,7 @@ def test_the_benchmark_goes_on_after_a_script_that_fails_under_gloo(monkeypatch,
 
 
 @pytest.mark.parametrize("name", mostly_full(CASES, LIGHT))
+@pytest.mark.sweep(2)
 def test_scripts_run_unmodified_on_eight_ranks(name, tmp_path):
     printed = simulate(name, 8, tmp_path)
     assert printed[0]

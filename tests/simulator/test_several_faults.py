@@ -55,6 +55,7 @@ def findings(plants, **options):
 
 
 @pytest.mark.parametrize("count", range(6))
+@pytest.mark.sweep(2)
 def test_every_fault_is_named_once(count):
     for plants in itertools.combinations(PLANTS, count):
         found = findings(plants)

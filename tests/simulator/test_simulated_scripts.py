@@ -98,6 +98,7 @@ def kinds(script):
 
 
 @pytest.mark.parametrize("name", mostly_full(RIGHT, LIGHT))
+@pytest.mark.sweep(1)
 def test_right_scripts_are_clean(name):
     if RIGHT[name]:
         pytest.importorskip(RIGHT[name])
@@ -107,6 +108,7 @@ def test_right_scripts_are_clean(name):
 @pytest.mark.parametrize(
     "name", mostly_full(PLANTED, [name for name in PLANTED if PLANTED[name][0] in LIGHT])
 )
+@pytest.mark.sweep(4)
 def test_a_planted_fault_is_named_once(name, tmp_path):
     script, text, planted, kind = PLANTED[name]
     right = (FOLDER / f"{script}.py").read_text()

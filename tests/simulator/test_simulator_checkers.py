@@ -123,6 +123,7 @@ def test_a_store_key_that_nobody_sets():
     ],
     ids=["kind", "shape", "dtype", "op"],
 )
+@pytest.mark.sweep(2)
 def test_a_mismatched_collective(wrong, match):
     def body(rank):
         x = torch.ones(4)
@@ -234,6 +235,7 @@ def alone(rank):
 
 @pytest.mark.parametrize("answer", ["nothing", "exit", "another", "again"])
 @pytest.mark.parametrize(("body", "kind"), [(unlike, MismatchError), (alone, DeadlockError)])
+@pytest.mark.sweep(3)
 def test_what_a_program_catches_is_told_all_the_same(answer, body, kind):
     def catching(rank):
         try:

@@ -27,6 +27,7 @@ def _one_thread():
 
 
 @pytest.mark.parametrize("work", workloads.WORKLOADS, ids=lambda work: work.__name__)
+@pytest.mark.sweep(3)
 def test_values_do_not_depend_on_the_schedule(work, tmp_path):
     watch = EVERYTHING if work is not workloads.compiled else ()
     runs = [World(4, seed, watch=watch).run(work, str(tmp_path / str(seed))) for seed in range(2)]
