@@ -87,8 +87,8 @@ def made_for_the_shape(subject: Any, case: Case, tally: Tally) -> None:
 def with_constant_sizes(call: Any, constant: list[str]) -> Any:
     """Return a call of a kernel that is compiled for its number of rows, and note what became constant."""
     order = list(call.signature)
-    names = [name for name in ("M", "FIRST") if call.signature.get(name) == "i32"]
-    if "partial" in order:  # merge_segments converts M, which only a number at launch allows
+    names = [name for name in ("m", "first_tile") if call.signature.get(name) == "i32"]
+    if "partial" in order:  # merge_segments converts m, which only a number at launch allows
         return call
     constant += names
     return replace(
@@ -154,10 +154,10 @@ class Counted:
         constants: Mapping[str, Any],
         options: Mapping[str, Any],
     ) -> None:
-        """Run one kernel; its rows are what it is given as M at launch, not a constant of its binary."""
+        """Run one kernel; its rows are what it is given as m at launch, not a constant of its binary."""
         self.inner.launch(kernel, grid, args, constants, options)
         self.rows.extend(
-            value for name, value in zip(kernel.arg_names, args, strict=False) if name == "M"
+            value for name, value in zip(kernel.arg_names, args, strict=False) if name == "m"
         )
 
 

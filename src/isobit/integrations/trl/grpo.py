@@ -20,9 +20,9 @@ from torch import Tensor
 
 from isobit.bits import as_integers
 from isobit.integrations.transformers.parts.lora import adapter_state
+from isobit.integrations.transformers.sampling import KeyedSampling
 from isobit.integrations.transformers.scoring import logprobs, logprobs_and_entropy
 from isobit.integrations.transformers.state import require_state
-from isobit.integrations.trl.recorded_sampling import RecordedSampling
 from isobit.integrations.trl.refusals import (
     refuse_engines,
     refuse_images,
@@ -32,10 +32,29 @@ from isobit.integrations.trl.refusals import (
     stock_trainer,
 )
 from isobit.integrations.vllm.rollouts import Rollouts
+from isobit.sampling.drawing import Drawn
 from isobit.sampling.support import Truncation
 
 IGNORED = -100
 REQUESTS_PER_RANK = 2**40
+
+
+class RecordedSampling(KeyedSampling):
+    """Keyed sampling for generate() that keeps the log-probability of every token that it drew.
+
+    Attributes:
+        drawn: What was drawn at each step of generate(), in order.
+    """
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.drawn: list[Drawn] = []
+
+    def draw(self, input_ids: Tensor, scores: Tensor) -> Drawn:
+        """Draw, and keep tokens and log-probabilities."""
+        found = super().draw(input_ids, scores)
+        self.drawn.append(Drawn(found.tokens, found.logprobs, found.kept[:, :0]))
+        return found
 
 
 class OrderedGRPO:
