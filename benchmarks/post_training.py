@@ -536,7 +536,7 @@ def compressed(modifier, batch=1, threads=1, shuffled=False):
     from datasets import Dataset
     from llmcompressor import oneshot
     from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
     words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(512)}, unk_token="t0"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="t1", eos_token="t2")
@@ -544,8 +544,9 @@ def compressed(modifier, batch=1, threads=1, shuffled=False):
     if shuffled:
         ids = ids[torch.randperm(32, generator=torch.Generator().manual_seed(1))]
     rows = [{"input_ids": row, "attention_mask": [1] * 64} for row in ids.tolist()]
-    model = llama(torch.float32)
-    with thread_count(threads):
+    with tempfile.TemporaryDirectory() as folder, thread_count(threads):
+        llama(torch.float32).save_pretrained(folder)  # oneshot reads the configuration again
+        model = LlamaForCausalLM.from_pretrained(folder).eval()
         oneshot(
             model=model,
             processor=tokenizer,

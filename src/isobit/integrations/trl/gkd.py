@@ -8,7 +8,8 @@ counts them. As in TRL, those are the targets of the dataset's answers, also whe
 
 [Note: one result for every division] Micro-batches run inside `isobit.parallel.Gradients`, as in OrderedTrainer. TRL
 decides for each micro-batch whether a model writes its texts, and draws their tokens from one generator; here the
-decision belongs to a step, and draws to (seed, sample of the run, position).
+decision belongs to a step, and draws to (seed, sample of the run, position). The logged loss is the exact sum over the
+step's tokens, divided once: the last micro-batch returns it to the Trainer, and the others return 0.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ from isobit.integrations.transformers.sampling import KeyedSampling
 from isobit.integrations.transformers.state import require_state
 from isobit.integrations.trl.grpo import replaced_generate
 from isobit.integrations.trl.refusals import refuse_later_adapters, refuse_liger, stock_trainer
+from isobit.ops.exact_sum.op import exact_sum
+from isobit.ops.logprob.loss import divisor, refuse_mean_of_share
+from isobit.parallel.data.loss_meter import LossMeter
 
 IGNORED = -100
 
@@ -46,6 +50,8 @@ class OrderedGKD:
     lmbda: float
     model: Any
     teacher_model: Any
+
+    token_losses: Tensor  # of the last batch
 
     def __init__(self, *given: Any, **named: Any) -> None:
         """Create TRL's trainer, and check what it was asked for."""
@@ -75,9 +81,10 @@ class OrderedGKD:
         teacher = self.accelerator.unwrap_model(self.teacher_model).eval()
         count = None if num_items_in_batch is None else float(num_items_in_batch)
         if count is None:
+            refuse_mean_of_share()
             count = max(float((targets != IGNORED).sum()), 1.0)
         direction = {0.0: "forward", 1.0: "reverse"}.get(float(self.beta), "jsd")
-        return distil(
+        each = distil(
             self.accelerator.unwrap_model(model),
             teacher_states(teacher, ids, mask, None),
             ids,
@@ -86,8 +93,10 @@ class OrderedGKD:
             alpha=1.0,
             direction=direction,
             beta=self.beta if direction == "jsd" else 0.5,
-            num_items=count,
+            reduction="none",
         )
+        self.token_losses = each.detach()
+        return exact_sum(each) / divisor(count, each)
 
 
 if TYPE_CHECKING:
@@ -118,22 +127,30 @@ def make_trainer() -> type:
             super().__init__(*given, **named)
             self.model_accepts_loss_kwargs = True  # the loss is divided here, not by the Trainer
             self._requests = range(0)
+            self._meter = LossMeter()
 
         def training_step(
             self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None
         ) -> Tensor:
             """Run forward and backward of one micro-batch, of the dataset's texts or a model's own."""
-            step, batch = self.state.global_step, self.global_batch
-            held = batch.samples(self.args.process_index, self._micro)
+            step, batch, micro = self.state.global_step, self.global_batch, self._micro
+            held = batch.samples(self.args.process_index, micro)
             first = step * batch.total + held.start
             self._requests = range(first, first + len(held))
             asked: float = self.lmbda
             drawn = random.Random(f"{self.args.seed} {step}").random()
             self.lmbda = 2.0 if drawn < asked else -1.0  # TRL draws from [0, 1) and compares
             try:
-                return super().training_step(model, inputs, num_items_in_batch)
+                loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
             finally:
                 self.lmbda = asked
+            if micro == 0:
+                self._meter.reset()
+            # Of all shares, the first brings the divisor.
+            self._meter.add(self.token_losses, 0 if held.start else int(num_items_in_batch))
+            if micro + 1 < batch.micro_batches:
+                return torch.zeros_like(loss)
+            return self._meter.value(dtype=torch.float32).to(loss.device)
 
         def generate_on_policy_outputs(
             self, model: Any, inputs: dict[str, Any], generation_config: Any
