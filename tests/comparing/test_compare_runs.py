@@ -1,4 +1,4 @@
-"""Theorem: two runs of a clean script are equal; each planted cause is named, with step, tensor and operator."""
+"""FALSIFY-ALBOR-003: two runs of a clean script are equal; each planted cause is named, with step, tensor, operator."""
 
 import json
 import os

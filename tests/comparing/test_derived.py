@@ -612,7 +612,7 @@ def test_the_command_prints_tensor_and_cause(tmp_path, capsys):
     assert "the scale of row 3, group 1 is nan" in capsys.readouterr().out.replace("\n", " ")
 
 
-# ---- checkpoints that the tools themselves wrote: pip install llmcompressor==0.14.0.1 torchao==0.18.0
+# ---- checkpoints that the tools themselves wrote; docs/results/post-training.md has their versions
 
 
 def write_llama(folder):
@@ -704,3 +704,28 @@ def test_checkpoints_of_real_tools(tmp_path, tool):
         found = check_quantised(bad, base)
         assert list(causes(found)) == [name], causes(found)
         assert cause in causes(found)[name]
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("method", ["linear", "task_arithmetic", "ties", "dare_linear"])
+def test_merges_of_real_tools(tmp_path, capsys, method):
+    """mergekit's merge is as stated in every tensor; a tensor that was copied from a model is named."""
+    pytest.importorskip("mergekit")
+    from benchmarks.post_training import merge, write_models
+
+    write_models(tmp_path)
+    merge(tmp_path, tmp_path / "out", method)
+    places = [str(tmp_path / name) for name in ("base", "a", "b", "c")][method == "linear" :]
+    settings = tmp_path / "out" / "mergekit_config.yml"
+    right = check_merged(tmp_path / "out", places, settings)
+    count = len(right.of("as stated"))
+    with capsys.disabled():
+        print(f"\n{method}: {count} of {len(right.tensors)} tensors as stated")
+    assert (right.exit_code, causes(right)) == (0, {})
+    assert count == 30
+    (path,) = (tmp_path / "out").glob("*.safetensors")
+    tensors, name = load_file(path), "model.layers.0.mlp.up_proj.weight"
+    tensors[name] = load_file(tmp_path / "a" / "model.safetensors")[name]
+    save_file(tensors, path, metadata={"format": "pt"})
+    assert list(causes(check_merged(tmp_path / "out", places, settings))) == [name]

@@ -325,9 +325,9 @@ def tokenizer_that_chats():
 @pytest.mark.full
 @pytest.mark.usefixtures("no_vllm")
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("own_rollouts", [0.0, 1.0])
-def test_trl_s_gkd_trainer_trains(tmp_path, own_rollouts):
-    """Four steps of TRL's trainer: with TRL's data the loss is TRL's; with the student's own texts too."""
+@pytest.mark.parametrize("own_rollouts", [0.0, 0.25, 1.0])  # in no, one and all steps
+def test_trl_s_gkd_trainer_makes_one_model_for_every_division(tmp_path, capsys, own_rollouts):
+    """Three steps of eight samples, in 1, 2 and 4 micro-batches; with TRL's data the loss is TRL's."""
     pytest.importorskip("trl", reason="pip install -c constraints.txt datasets trl")
     from datasets import Dataset
     from trl.experimental.gkd import GKDConfig
@@ -345,15 +345,16 @@ def test_trl_s_gkd_trainer_trains(tmp_path, own_rollouts):
         roles = zip(("user", "assistant"), said, strict=True)
         chats.append([{"role": role, "content": text} for role, text in roles])
 
-    def train(kind, prepared):
+    def train(kind, prepared, micro_batches=1):
         student, teacher = (make_model(w, torch.float32) for w in (SMALL, LARGE))
         if prepared:
             for model in (student, teacher):
                 enable(model, strict=False)
         args = GKDConfig(
             str(tmp_path),
-            per_device_train_batch_size=2,
-            max_steps=4,
+            per_device_train_batch_size=8 // micro_batches,
+            gradient_accumulation_steps=micro_batches,
+            max_steps=3,
             learning_rate=1e-3,
             lmbda=own_rollouts,
             beta=0.0,
@@ -378,12 +379,21 @@ def test_trl_s_gkd_trainer_trains(tmp_path, own_rollouts):
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         return losses, bits.digest(student)
 
-    found = train(GKDTrainer, True)
-    assert len(found[0]) == 4
-    assert all(loss > 0 for loss in found[0])
-    assert found[1] != bits.digest(make_model(SMALL, torch.float32))
-    assert train(GKDTrainer, True) == found
+    found = [train(GKDTrainer, True, micro_batches) for micro_batches in (1, 2, 4)]
+    stock = [train(StockTrainer, False, micro_batches) for micro_batches in (1, 4)]
+    with capsys.disabled():
+        for name, each in (("isobit", found), ("stock", stock)):
+            print(f"\nlmbda {own_rollouts}, {name}:", *(f"{one[1][:16]} {one[0]}" for one in each))
+    losses = found[0][0]
+    assert len(losses) == 3
+    assert all(loss > 0 for loss in losses)
+    assert found[0][1] != bits.digest(make_model(SMALL, torch.float32))
+    assert found == [found[0]] * 3
+    assert len({digest for _, digest in stock}) == 2  # the control
     if own_rollouts == 0.0:
-        assert found[0] == pytest.approx(train(StockTrainer, False)[0], rel=1e-3)
+        assert all(other == pytest.approx(losses, rel=1e-3) for other, _ in stock)
+        # Planted: isobit's loss alone, whose rounded gradients the Trainer adds.
+        planted = type("LossAlone", (OrderedGKD, StockTrainer), {})
+        assert len({train(planted, True, micro_batches)[1] for micro_batches in (1, 4)}) == 2
     with pytest.raises(UnsupportedError, match="enable"):
         train(GKDTrainer, False)

@@ -29,10 +29,10 @@ def add_parser(commands: Any) -> None:
     """Add the command's options."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "runs",
-        description="Run a script twice in fresh processes, with the same interpreter, environment and arguments, and "
-        "compare every operator's results, losses, gradients, parameters and optimizer state, bit for bit. If they "
-        "differ, name step, tensor and operator, and run the script again with one suspect fixed at a time (seeds, "
-        "PYTHONHASHSEED, clocks, threads). Exit 0: equal; 1: the runs differ; 2: could not run.",
+        description="Run a script twice in fresh processes (FALSIFY-ALBOR-003), with the same interpreter, environment "
+        "and arguments, and compare every operator's results, losses, gradients, parameters and optimizer state, bit "
+        "for bit. If they differ, name step, tensor and operator, and run the script again with one suspect fixed at a "
+        "time (seeds, PYTHONHASHSEED, clocks, threads). Exit 0: equal; 1: the runs differ; 2: could not run.",
         epilog="arguments after -- are passed to the script: isobit compare runs train.py --steps 10 -- --lr 0.1",
     )
     parser.add_argument("script", type=Path, help="a script that trains; it is run")

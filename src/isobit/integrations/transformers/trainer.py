@@ -210,7 +210,8 @@ def refuse_options(args: Any) -> None:
             raise UnsupportedError(
                 expected="an option that leaves the sum over samples to isobit.parallel.Gradients",
                 received=f"{name}: {value}",
-                remedy="leave it out; for bf16 load the model with from_pretrained(..., dtype=torch.bfloat16)",
+                remedy="leave it out, or pass bf16=False where a configuration of TRL sets it; for bf16 load the model "
+                "with from_pretrained(..., dtype=torch.bfloat16)",
             )
 
 
