@@ -39,6 +39,7 @@ CASES = (
     "comparisons",
     "candidates",
     "families",
+    "blocks",
     "post_training",
     "recipes",
     "vllm",

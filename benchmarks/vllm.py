@@ -41,6 +41,20 @@ LLAMA3 = {
     "original_max_position_embeddings": 128,
 }
 COUNTED = ("cached tokens", "preemptions")
+LINEAR = {
+    "head_dim": 64,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 128,  # which stock vLLM for the CPU requires
+    "linear_value_head_dim": 128,
+}
+GATED = {
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128,
+}
 FAMILIES = {
     "Qwen3": {"head_dim": 64},
     "Qwen3Moe": {
@@ -55,6 +69,9 @@ FAMILIES = {
     "Mistral": {"sliding_window": 48},
     "Phi3": {"original_max_position_embeddings": 1024},
     "Gemma": {"head_dim": 64, "hidden_act": "gelu_pytorch_tanh"},
+    "Qwen3_5Text": LINEAR,
+    "Qwen3_5MoeText": {**LINEAR, **GATED},
+    "Qwen3Next": {**LINEAR, **GATED},
     "Granite": {"logits_scaling": 8.0, "embedding_multiplier": 12.0, "residual_multiplier": 0.22},
 }
 
@@ -63,7 +80,7 @@ def save_model(family, dtype, folder):
     """Save a model with random weights: large enough that logits differ, norms and biases that are not constants."""
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**SIZES, **FAMILIES[family])
-    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config)
     for parameter in model.parameters():
         if parameter.dim() > 1:
             parameter.data.mul_(3.0)

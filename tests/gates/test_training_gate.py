@@ -323,6 +323,10 @@ def test_layouts_of_experts_and_of_context():
     assert sum(layout.context > 1 for layout in grid) >= 4
     with pytest.raises(CutError, match="divides the data-parallel ranks"):
         RankLayout(2, 1, 1, experts=4)
+    with pytest.raises(CutError, match="without tensor parallelism"):
+        RankLayout(2, 1, 2, experts=2)
+    with pytest.raises(CutError, match="at most 1"):
+        check_layout(RankLayout(1, 1, 2), WORKLOADS["moe"])
     with pytest.raises(CutError, match="tensor, expert or context"):
         RankLayout(2, 1, 1, "ddp", context=2)
     with pytest.raises(CutError, match="--workload moe"):

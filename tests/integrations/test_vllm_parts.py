@@ -69,6 +69,9 @@ WRONG_ENGINES = {
     "backend 'nccl'": {"weight_transfer_config": types.SimpleNamespace(backend="nccl")},
     "enforce_eager": {"enforce_eager": False},
     "kv_cache_dtype": {"cache_config": types.SimpleNamespace(cache_dtype="fp8")},
+    "prefix caching": {
+        "cache_config": types.SimpleNamespace(cache_dtype="auto", mamba_cache_mode="align")
+    },
     "device": {"device_config": types.SimpleNamespace(device_type="cuda")},
     "model runner V2": {"use_v2_model_runner": True},
     "logprobs_mode": {"logprobs_mode": "raw_logprobs"},

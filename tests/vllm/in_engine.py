@@ -120,9 +120,11 @@ def check_weights(first, second):
 def check_layouts(folder, _):
     """Generate in one batch, and some prompts alone; prompts are longer than a window of keys."""
     import isobit
+    from isobit.integrations.vllm.serving import has_linear_attention
 
     isobit.integrations.vllm.enable()
-    llm = start(folder, max_num_batched_tokens=256)
+    more = {"enable_prefix_caching": False} if has_linear_attention(folder) else {}
+    llm = start(folder, max_num_batched_tokens=256, **more)
     return {
         "together": generate(llm),
         "alone": [generate(llm, [prompt])[0] for prompt in PROMPTS[:4]],

@@ -125,9 +125,16 @@ def test_rollouts_have_one_value_in_every_layout_and_the_trainers():
     assert rollouts.run(quick=True, threads=[1, 2], dtypes=["bfloat16"]) == 0
 
 
-@pytest.mark.parametrize("family", ["Qwen3Moe", "Mistral", "Phi3", "Gemma", "Granite"])
+FAMILIES = ["Qwen3Moe", "Mistral", "Phi3", "Gemma", "Granite"]
+FAMILIES += ["Qwen3_5Text", "Qwen3_5MoeText", "Qwen3Next"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_other_models_of_known_layers_have_the_trainers_bits(family, tmp_path):
-    """Mistral has a window of 48 keys, Gemma norms with 1 + weight and gelu, Granite scaled logits."""
+    """Mistral has a window of 48 keys, Gemma norms with 1 + weight and gelu, Granite scaled logits.
+
+    The last three have linear attention, with states of chunks of 64 tokens, and two of them a gated shared expert.
+    """
     from tests.vllm.in_engine import PROMPTS
 
     folder = str(tmp_path / "model")

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 import isobit
 from benchmarks.families import (
@@ -23,6 +24,7 @@ from isobit.errors import UnsupportedError
 from isobit.ops import registration
 from isobit.ops.experts import portable
 from isobit.parallel import GlobalBatch, Gradients
+from isobit.simulator import World
 
 IDS = torch.randint(2, 96, (2, 7), generator=torch.Generator().manual_seed(3))
 
@@ -117,10 +119,22 @@ def test_routers_without_a_gradient_are_named():
     assert differing([*once.values()], [*again.values()]) == 0
 
 
-def test_experts_of_an_enabled_model_are_not_split():
-    model = isobit.enable(build("qwen3_moe", torch.float32))
-    with pytest.raises(UnsupportedError, match="a mixture of experts"):
-        isobit.integrations.transformers.shard(model, None)
+def test_tensor_parallelism_next_to_experts_is_named():
+    def program(_):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "tp"))
+        model = isobit.enable(build("qwen3_moe", torch.float32))
+        before = {name: p.shape for name, p in model.named_parameters()}
+        with pytest.raises(UnsupportedError, match=r"(?s)a mixture of experts.*data parallelism"):
+            isobit.integrations.transformers.shard(model, mesh["tp"])
+        assert {name: p.shape for name, p in model.named_parameters()} == before
+        isobit.integrations.transformers.shard_experts(model, mesh["ep"])
+        with pytest.raises(UnsupportedError, match="a mixture of experts"):
+            isobit.integrations.transformers.shard(model, mesh["tp"])
+        isobit.integrations.transformers.unshard(model)
+        assert {name: p.shape for name, p in model.named_parameters()} == before
+        return True
+
+    assert World(4).run(program).values == [True] * 4
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "qwen2_moe"])

@@ -9,9 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from isobit.errors import ArgumentError, UnsupportedError
-from isobit.integrations.transformers.parts.adapter_kinds import check_wrapper, is_peft
+from isobit.integrations.transformers.parts.adapter_kinds import (
+    check_wrapper,
+    is_of_parameter,
+    is_peft,
+    parameter_wrappers,
+)
 from isobit.integrations.transformers.parts.linear import is_lora
-from isobit.integrations.transformers.parts.lora import active_module, live_adapters
+from isobit.integrations.transformers.parts.lora import (
+    active_module,
+    adapters_of_experts,
+    live_adapters,
+)
+from isobit.ops.experts.adapters import merge_experts
 from isobit.ops.linear.merged import merge_bias, merge_weight
 
 
@@ -70,7 +80,7 @@ def merged_copy(model: nn.Module) -> Any:
     config = copy.deepcopy(inner.config)
     chosen = getattr(config, "_attn_implementation", None)
     if chosen == "isobit":
-        config._attn_implementation = "sdpa"
+        config._attn_implementation = "sdpa" if inner._supports_sdpa else "eager"
     ends = [weights.get(name) for name in ("lm_head.weight", "model.embed_tokens.weight")]
     if getattr(config, "tie_word_embeddings", False) and ends[0] is not ends[1]:
         config.tie_word_embeddings = False  # one of the two was trained by itself
@@ -102,6 +112,12 @@ def merged_weights(model: nn.Module) -> dict[str, Tensor]:
         if is_lora(module):
             found.update({f"{name}.{key}": value for key, value in merged_layer(name, module)})
             return
+        if is_of_parameter(module):
+            wrappers: list[Any] = parameter_wrappers(module)
+            collect(name, wrappers[-1].base_layer)
+            for key, value in merged_experts(name, wrappers):
+                found[f"{name}.{key}"] = value
+            return
         prefix = f"{name}." if name else ""
         kept = module._non_persistent_buffers_set
         for key, value in [*module._parameters.items(), *module._buffers.items()]:
@@ -115,14 +131,33 @@ def merged_weights(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def merged_layer(name: str, wrapper: Any) -> list[tuple[str, Tensor]]:
-    """Return weight and bias of a layer with its active adapters merged."""
+def check_unmerged(name: str, wrapper: Any) -> None:
+    """Raise if PEFT has merged adapters into the base."""
     if wrapper.merged:
         raise ArgumentError(
             expected="adapters that PEFT has not merged into the base",
             received=f"{name} with {wrapper.merged_adapters} merged",
             remedy="call model.unmerge_adapter(), or load the base again: merging by PEFT writes it",
         )
+
+
+def merged_experts(name: str, wrappers: list[Any]) -> list[tuple[str, Tensor]]:
+    """Return the weights of experts that have active adapters, merged."""
+    for wrapper in wrappers:
+        check_unmerged(name, wrapper)
+    base = wrappers[-1].base_layer
+    adapters = adapters_of_experts(wrappers)
+    transposed = {each.parameter_name: not each._did_swap_in_out_features for each in wrappers}
+    return [
+        (key, merge_experts(getattr(base, key).detach(), own, transposed=transposed[key]))
+        for key, own in adapters.items()
+        if own
+    ]
+
+
+def merged_layer(name: str, wrapper: Any) -> list[tuple[str, Tensor]]:
+    """Return weight and bias of a layer with its active adapters merged."""
+    check_unmerged(name, wrapper)
     adapters = tuple(one.weights for one in live_adapters(wrapper, name))
     base = wrapper.base_layer
     bias = merge_bias(base.bias, adapters)

@@ -9,7 +9,7 @@ of a dtype that the engine converts: it would convert the whole cache.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -21,7 +21,6 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
-from isobit.errors import UnsupportedError
 from isobit.integrations.vllm.refusals import refuse
 from isobit.integrations.vllm.weights import Generation
 from isobit.ops import dispatch
@@ -146,12 +145,17 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
         if self._window is not None:  # the first new token sees the keys of its window
             used &= first + self._page > computed[:, None] + 1 - self._window
         if bool((self._written[pages[used]] != number).any()):
-            raise UnsupportedError(
-                expected="keys that were computed with the present weights",
-                received="a request whose cached keys are older than the last update of the weights",
-                remedy="call llm.reset_prefix_cache() after each update, when no request is running",
-            )
+            refuse_old_keys("cached keys are")
         self._written[slots // self._page] = number
+
+
+def refuse_old_keys(what: str) -> NoReturn:
+    """Raise for a request that would go on behind what other weights computed."""
+    refuse(
+        "keys that were computed with the present weights",
+        f"a request whose {what} older than the last update of the weights",
+        "call llm.reset_prefix_cache() after each update, when no request is running",
+    )
 
 
 class OrderedAttention(AttentionImpl[Step]):

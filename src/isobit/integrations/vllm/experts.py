@@ -10,11 +10,14 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
     UnquantizedFusedMoEMethod,
 )
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.models.qwen2_moe import Qwen2MoeMLP
 
+from isobit.integrations.transformers.residual import plain_add
 from isobit.integrations.vllm.refusals import refuse
 from isobit.integrations.vllm.weights import PLAIN, PackedLinear
 from isobit.ops.experts.grouped import grouped_linear
@@ -22,9 +25,9 @@ from isobit.ops.experts.op import route
 from isobit.ops.experts.rows import combine, dispatch_rows
 from isobit.ops.swiglu.op import swiglu
 
-KINDS = (MoERunner, RoutedExperts, GateLinear)
+KINDS = (MoERunner, RoutedExperts, GateLinear, SharedExperts, Qwen2MoeMLP)
 # Types of models whose router the trainer computes by softmax, with weights that are rounded to the model's dtype.
-MODELS = ("qwen3_moe",)
+MODELS = ("qwen3_moe", "qwen3_next", "qwen3_5_moe_text")
 
 
 class OrderedExpertsMethod(UnquantizedFusedMoEMethod):
@@ -62,7 +65,9 @@ def prepare_experts(module: Any, config: Any, packed: PackedLinear) -> str:
             return f"quantized by {type(module.quant_method).__name__}"
         # An instance of its own class would be made again for another backend: only what it does is replaced.
         module.quant_method.__class__ = OrderedExpertsMethod
-    else:
+    elif type(module) is Qwen2MoeMLP:
+        module.forward = partial(forward_shared, module)
+    elif type(module) is MoERunner:
         why = describe_option(module, config)
         if why:
             return why
@@ -76,7 +81,8 @@ def describe_option(module: Any, config: Any) -> str:
     if config.model_type not in MODELS:
         return f"of a {config.model_type}, whose router is not known here"
     wrong = {
-        "shared experts": module.shared_experts is not None,
+        "shared experts without a gate": shared_of(module) is not None
+        and getattr(shared_of(module), "expert_gate", None) is None,
         "a transform": bool(module.routed_input_transform or module.routed_output_transform),
         "no gate": type(module.gate) is not GateLinear,
         "a scale of its outputs": module.routed_scaling_factor != 1.0,
@@ -97,6 +103,24 @@ def describe_option(module: Any, config: Any) -> str:
     return f"with {', '.join(found)}" if found else ""
 
 
+def shared_of(module: Any) -> Any:
+    """Return the shared expert of a mixture, or None."""
+    return None if module.shared_experts is None else module.shared_experts._layer
+
+
+def forward_shared(module: Any, x: Tensor) -> Tensor:
+    """Compute a gated MLP; that of a shared expert is multiplied by the sigmoid of its gate, a route to one expert."""
+    gate_up, _ = module.gate_up_proj(x)
+    made, _ = module.down_proj(module.act_fn(gate_up))
+    if module.expert_gate is None:
+        return made  # type: ignore[no-any-return]
+    logits, _ = module.expert_gate(x)
+    with PLAIN():
+        routes = route(logits, 1, score="sigmoid", normalize=False)
+        routes = routes._replace(weights=routes.weights.to(logits.dtype))
+        return combine(dispatch_rows(made, routes), routes)
+
+
 def forward_mixture(
     module: Any,
     packed: PackedLinear,
@@ -113,6 +137,7 @@ def forward_mixture(
         routes = routes._replace(weights=routes.weights.to(logits.dtype))
         rows = dispatch_rows(hidden_states, routes)
         gate, up = grouped_linear(rows, experts.w13_weight.data, routes=routes).chunk(2, dim=-1)
-        return combine(
-            grouped_linear(swiglu(gate, up), experts.w2_weight.data, routes=routes), routes
-        )
+        made = grouped_linear(swiglu(gate, up), experts.w2_weight.data, routes=routes)
+        y = combine(made, routes)
+    shared = shared_of(module)
+    return y if shared is None else plain_add(y, shared(hidden_states))

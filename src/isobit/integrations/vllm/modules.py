@@ -95,7 +95,11 @@ class OrderedRotary(nn.Module):
 
     def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         heads = x.view(*x.shape[:-1], -1, self.head_size)
-        return rotary(heads, cos, sin).view(x.shape)
+        size = cos.shape[-1]
+        if size == self.head_size:
+            return rotary(heads, cos, sin).view(x.shape)
+        rotated = rotary(heads[..., :size], cos, sin)
+        return torch.cat((rotated, heads[..., size:]), -1).view(x.shape)
 
 
 def read_frequencies(config: Any) -> tuple[Tensor, float]:

@@ -17,6 +17,7 @@ from vllm.model_executor.layers.linear import (
     LinearMethodBase,
     MergedColumnParallelLinear,
     QKVParallelLinear,
+    ReplicatedLinear,
     RowParallelLinear,
     UnquantizedLinearMethod,
 )
@@ -27,16 +28,19 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     UnquantizedEmbeddingMethod,
     VocabParallelEmbedding,
 )
+from vllm.model_executor.models.qwen3_next import Qwen3NextAttention
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from isobit.foundation.machine import flushes_subnormals
+from isobit.integrations.transformers.parts.composites import rebound_function
 from isobit.integrations.transformers.refusals import refuse_flushing
 from isobit.integrations.transformers.strictness import Strictness
-from isobit.integrations.vllm import experts, modules
+from isobit.integrations.vllm import delta_net, experts, modules
 from isobit.integrations.vllm.attention import (
     GENERATION,
     OrderedAttention,
     OrderedAttentionBackend,
+    Step,
 )
 from isobit.integrations.vllm.refusals import refuse
 from isobit.integrations.vllm.weights import Generation, PackedLinear
@@ -46,6 +50,7 @@ LINEARS = (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
     QKVParallelLinear,
+    ReplicatedLinear,
     RowParallelLinear,
 )
 FORWARDS: dict[type[nn.Module], Callable[..., Any]] = {
@@ -160,6 +165,8 @@ def prepare(model: Any, config: Any) -> State:
                 setattr(module, attribute, modules.OrderedRotary(*angles, child.head_size))
     for name, module in list(model.named_modules()):
         prepare_module(name, module, text, state)
+    attentions = [module for module in model.modules() if type(module) is Attention]
+    delta_net.widen_pages(model, attentions, config)
     wrap_model(model, state)
     state.accept()
     return state
@@ -203,8 +210,17 @@ def prepare_module(name: str, module: Any, config: Any, state: State) -> None:
         why = experts.prepare_experts(module, config, state.add_packed())
         if why:
             refuse_module(name, module, why)
+    elif kind is delta_net.KIND:
+        why = delta_net.prepare_delta_net(module, state.generation)
+        if why:
+            refuse_module(name, module, why)
     elif kind is Attention:
         prepare_attention(module, state)
+    elif kind is Qwen3NextAttention:
+        # Its own code with isobit's logistic function, by which it gates its output.
+        module.forward = partial(rebound_function(kind.forward), module)
+    elif kind in delta_net.INSIDE:
+        pass
     elif kind not in (nn.ModuleList, modules.OrderedRotary, experts.OrderedExpertsMethod):
         check_container(name, module)
 
@@ -251,12 +267,12 @@ def check_plain(name: str, module: Any) -> None:
 
 
 def check_rotary(name: str, module: Any, frequencies: Tensor) -> None:
-    """Raise on a rotary embedding of other halves or a part of the head."""
-    if not module.is_neox_style or module.rotary_dim != module.head_size:
-        refuse_module(name, module, "that does not rotate the two halves of the whole head")
-    if 2 * len(frequencies) != module.head_size:
+    """Raise on a rotary embedding of pairs, or of another part of the head than the trainer's."""
+    if not module.is_neox_style:
+        refuse_module(name, module, "that does not rotate two halves")
+    if 2 * len(frequencies) != module.rotary_dim:
         refuse_module(
-            name, module, f"of {module.head_size} where the trainer has {2 * len(frequencies)}"
+            name, module, f"of {module.rotary_dim} where the trainer has {2 * len(frequencies)}"
         )
 
 
@@ -311,7 +327,8 @@ def wrap_model(model: Any, state: State) -> None:
 def kind_of_step() -> tuple[Any, ...]:
     """Return the kind of the step that runs: its steps run the same operators."""
     found = get_forward_context().attn_metadata
-    step = next(iter(found.values())) if isinstance(found, dict) and found else None
+    steps = found.values() if isinstance(found, dict) else ()
+    step = next((each for each in steps if isinstance(each, Step)), None)
     if step is None:
         return ("forward", "without keys")
     return ("forward", step.is_decode, step.gathered is not None)
@@ -322,6 +339,6 @@ def refuse_module(name: str, module: nn.Module, why: str) -> None:
     refuse(
         "modules that isobit computes",
         f"{name or 'the model'}, a {type(module).__name__} {why}",
-        "serve a model of linear layers, RMSNorm, gated MLPs with silu or gelu, experts of Qwen3-MoE, and rotary "
-        "attention",
+        "serve a model of linear layers, RMSNorm, gated MLPs with silu or gelu, experts of Qwen3-MoE, rotary "
+        "attention, and linear attention of Qwen3-Next or Qwen3.5",
     )

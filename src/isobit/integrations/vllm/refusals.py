@@ -47,6 +47,12 @@ def check_engine(config: Any) -> None:
             "speculative decoding",
             "leave speculative_config out: its acceptance depends on draft and batch",
         )
+    if getattr(config.cache_config, "mamba_cache_mode", "none") != "none":
+        refuse(
+            "states of linear attention that belong to one request",
+            "prefix caching of a model with linear attention",
+            "pass enable_prefix_caching=False (--no-enable-prefix-caching)",
+        )
     if config.kv_transfer_config is not None:
         refuse("keys of this engine", "a KV connector", "leave kv_transfer_config out")
     transfer = config.weight_transfer_config

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, TextIO
 
 from isobit.integrations.vllm.enabling import engine_arguments
@@ -32,6 +33,8 @@ def start(folder: str, dtype: str, max_model_len: int, engine: str) -> Any:
 
     torch._dynamo.config.disable = True  # stock vLLM compiles one count; nothing else is compiled
     arguments = engine_arguments() if engine == "isobit" else {"enforce_eager": True}
+    if has_linear_attention(folder):
+        arguments["enable_prefix_caching"] = False  # its states are of whole requests
     return LLM(
         model=folder,
         dtype=dtype,
@@ -39,6 +42,12 @@ def start(folder: str, dtype: str, max_model_len: int, engine: str) -> Any:
         skip_tokenizer_init=True,
         **arguments,
     )
+
+
+def has_linear_attention(folder: str) -> bool:
+    """Return whether a checkpoint is of a model with layers of linear attention."""
+    config = json.loads((Path(folder) / "config.json").read_text())
+    return "linear_attention" in (config.get("layer_types") or ())
 
 
 def generate(llm: Any, asked: dict[str, Any], engine: str) -> list[tuple[list[int], list[float]]]:

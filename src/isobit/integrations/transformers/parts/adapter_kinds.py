@@ -10,6 +10,7 @@ from isobit.errors import UnsupportedError
 from isobit.integrations.transformers.parts.part import plain_type
 
 PLAIN = "a plain LoraConfig: LoRA, rsLoRA, several adapters, lora_bias, modules_to_save"
+EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")  # parameters of all experts, [E, …]
 UNLOAD = "or merge the adapter and enable the result: isobit.enable(peft_model.merge_and_unload())"
 
 
@@ -30,15 +31,38 @@ def check_call(given: tuple[Any, ...], named: dict[str, Any]) -> None:
         )
 
 
+def is_of_parameter(module: Any) -> bool:
+    """Return whether this is PEFT's wrapper of one parameter, which `target_parameters` makes."""
+    kind = type(module)
+    return kind.__module__ == "peft.tuners.lora.layer" and kind.__name__ == "ParamWrapper"
+
+
+def parameter_wrappers(module: Any) -> list[Any]:
+    """Return PEFT's wrappers of the parameters of one module, which are around each other, from the outside."""
+    found = []
+    while is_of_parameter(module):
+        found.append(module)
+        module = module.base_layer
+    return found
+
+
 def check_wrapper(name: str, module: Any) -> None:
-    """Raise unless a layer of PEFT is plain LoRA over torch.nn.Linear, or a module to save."""
+    """Raise unless a layer of PEFT is plain LoRA over torch.nn.Linear or experts, or a module to save."""
     kind = type(module)
     shown = f"{name} of type {kind.__module__}.{kind.__name__}"
     if kind.__name__ == "ModulesToSaveWrapper":
         return
-    if kind.__name__ == "ParamWrapper":
-        received = f"target_parameters: {shown}"
-        remedy = f"name the modules instead, target_modules=[…]; {UNLOAD}"
+    if is_of_parameter(module):
+        if all(
+            each.parameter_name in EXPERT_WEIGHTS and each.get_param().dim() == 3
+            for each in parameter_wrappers(module)
+        ):
+            return
+        received = f"target_parameters: {shown}, of {module.parameter_name}"
+        remedy = (
+            f"name {' and '.join(EXPERT_WEIGHTS)} of experts in target_parameters, and other layers in "
+            f"target_modules=[…]; {UNLOAD}"
+        )
     elif kind.__module__ != "peft.tuners.lora.layer" or kind.__name__ not in (
         "Linear",
         "Embedding",

@@ -7,7 +7,8 @@ the last one. A block that gives its input to more than two modules forks it, so
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,10 +20,12 @@ from isobit.integrations.transformers.layout import current_layout
 from isobit.integrations.transformers.load_balancing import ROUTER_LOGITS
 from isobit.integrations.transformers.parts.layers import kind_of_activation
 from isobit.integrations.transformers.residual import fork, settle
+from isobit.ops.experts.adapters import low_rank_experts, merged_grouped_linear
 from isobit.ops.experts.grouped import grouped_linear
 from isobit.ops.experts.op import route
 from isobit.ops.experts.routes import Routes
 from isobit.ops.experts.rows import combine, dispatch_rows
+from isobit.ops.linear.merged import Adapter
 from isobit.ops.linear.op import linear
 from isobit.ops.select_rows.op import select_rows
 from isobit.ops.share import check_share
@@ -70,35 +73,94 @@ def forward_router(how: Router, module: Any, hidden_states: Tensor) -> tuple[Ten
     return logits, weights, found.experts
 
 
+@dataclass(frozen=True)
+class Adapters:
+    """The adapters of each weight of experts, in the order of addition, and whether they are merged into it."""
+
+    of: Mapping[str, tuple[Adapter, ...]] = field(default_factory=dict)
+    merged: bool = False
+
+
+NONE = Adapters()
+
+
+def project(
+    module: Any,
+    name: str,
+    rows: Tensor,
+    routes: Routes,
+    adapters: Adapters,
+    *,
+    bias: Tensor | None = None,
+    transposed: bool = False,
+) -> Tensor:
+    """Compute the linear layer of each expert by the weight `name`, with its adapters.
+
+    See [Note: adapters next to a weight] and [Note: merged experts].
+    """
+    weight, own = getattr(module, name), adapters.of.get(name, ())
+    if own and adapters.merged:
+        return merged_grouped_linear(rows, weight, bias, own, routes=routes, transposed=transposed)
+    rows, *inputs = fork(rows, 1 + len(own))
+    base = grouped_linear(rows, weight, bias, routes=routes, transposed=transposed)
+    total = base
+    for adapter, given in zip(own, inputs, strict=True):
+        low_rank = low_rank_experts(given.to(adapter.a.dtype), adapter, routes=routes)
+        total = total + low_rank * adapter.scale
+    return total.to(base.dtype)
+
+
 def forward_experts(
-    module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    module: Any,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    *,
+    adapters: Adapters = NONE,
 ) -> Tensor:
     """Compute down(act(gate) · up) of each expert, and add what a token's experts return."""
 
     def compute(rows: Tensor, routes: Routes) -> Tensor:
-        gate, up = grouped_linear(rows, module.gate_up_proj, routes=routes).chunk(2, dim=-1)
+        gate, up = project(module, "gate_up_proj", rows, routes, adapters).chunk(2, dim=-1)
         is_silu = kind_of_activation(module.act_fn) == "silu"
         inner = swiglu(gate, up) if is_silu else module.act_fn(gate) * up
-        return grouped_linear(inner, module.down_proj, routes=routes)
+        return project(module, "down_proj", inner, routes, adapters)
 
     routes = routes_of(module, top_k_index, top_k_weights)
     return mix_experts(hidden_states, routes, compute, tp_group_of(module))
 
 
 def forward_clamped_experts(
-    module: Any, hidden_states: Tensor, router_indices: Tensor, routing_weights: Tensor
+    module: Any,
+    hidden_states: Tensor,
+    router_indices: Tensor,
+    routing_weights: Tensor,
+    *,
+    adapters: Adapters = NONE,
 ) -> Tensor:
     """Compute experts with biases, whose gate and up are interleaved and clamped: (up + 1) · gate · sigmoid(α gate)."""
 
     def compute(rows: Tensor, routes: Routes) -> Tensor:
-        both = grouped_linear(
-            rows, module.gate_up_proj, module.gate_up_proj_bias, routes=routes, transposed=True
+        both = project(
+            module,
+            "gate_up_proj",
+            rows,
+            routes,
+            adapters,
+            bias=module.gate_up_proj_bias,
+            transposed=True,
         )
         gate = both[..., ::2].clamp(max=module.limit)
         up = both[..., 1::2].clamp(min=-module.limit, max=module.limit)
         inner = (up + 1) * (silu(gate * module.alpha) * (1 / module.alpha))
-        return grouped_linear(
-            inner, module.down_proj, module.down_proj_bias, routes=routes, transposed=True
+        return project(
+            module,
+            "down_proj",
+            inner,
+            routes,
+            adapters,
+            bias=module.down_proj_bias,
+            transposed=True,
         )
 
     routes = routes_of(module, router_indices, routing_weights)

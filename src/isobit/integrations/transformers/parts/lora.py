@@ -23,9 +23,12 @@ from isobit.integrations.transformers.layout import current_layout
 from isobit.integrations.transformers.parts.adapter_kinds import (
     check_adapter,
     check_call,
+    parameter_wrappers,
     refuse_variant,
 )
+from isobit.integrations.transformers.parts.experts import Adapters
 from isobit.integrations.transformers.parts.linear import Siblings, alone, share_input
+from isobit.integrations.transformers.parts.part import Forward
 from isobit.integrations.transformers.residual import fork
 from isobit.ops.linear.group import linear_group
 from isobit.ops.linear.merged import Adapter, MergedLayer, merged_linear_group
@@ -133,6 +136,26 @@ def forward_lora(
     """Compute a layer with adapters; with siblings, the first that is called with x computes all of them."""
     check_call(given, named)
     return siblings.output_of(module.base_layer, x)
+
+
+def forward_adapted_experts(
+    forward: Forward, mode: str, module: Any, x: Tensor, *given: Any, **named: Any
+) -> Tensor:
+    """Compute experts with adapters of their weights, which PEFT merges into them at every call."""
+    check_call((), named)
+    wrappers = parameter_wrappers(module)
+    adapters = Adapters(adapters_of_experts(wrappers), mode == "merged")
+    return forward(wrappers[-1].base_layer, x, *given, adapters=adapters)  # type: ignore[no-any-return]
+
+
+def adapters_of_experts(wrappers: Sequence[Any]) -> dict[str, tuple[Adapter, ...]]:
+    """Return the adapters that a call adds to each weight of experts, by its name."""
+    return {
+        wrapper.parameter_name: tuple(
+            one.weights for one in live_adapters(wrapper, f"experts.{wrapper.parameter_name}")
+        )
+        for wrapper in wrappers
+    }
 
 
 def low_ranks(x: Tensor, adapters: Sequence[LiveAdapter]) -> list[Tensor]:

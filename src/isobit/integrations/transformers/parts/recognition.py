@@ -25,6 +25,11 @@ from isobit.integrations.transformers.parts import (
     lora,
     rotary,
 )
+from isobit.integrations.transformers.parts.adapter_kinds import (
+    UNLOAD,
+    is_of_parameter,
+    parameter_wrappers,
+)
 from isobit.integrations.transformers.parts.digests import (
     COMPOSITES,
     DELTA_NETS,
@@ -61,6 +66,11 @@ from isobit.integrations.transformers.refusals import (
 )
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Identity)
+# Experts whose weights can have adapters, and whether these weights have their inputs first.
+ADAPTED: dict[Any, bool] = {
+    experts.forward_experts: False,
+    experts.forward_clamped_experts: True,
+}
 KNOWN = (
     "linear, embedding, RMSNorm, LayerNorm, rotary embedding, silu, gelu, gated MLP, router, experts, attention, "
     "linear attention by the gated delta rule, head"
@@ -159,6 +169,10 @@ def make_plan(model: nn.Module, outer: Outer, adapters: str = lora.MODES[0]) -> 
         elif linear.is_lora(module):
             part = find_lora(name, module, head)
             of_lora |= set(module.modules()) - {module}
+        elif is_of_parameter(module):
+            part, called = find_adapted_experts(name, module, adapters)
+            plan.wrappers += parameter_wrappers(module)[1:]
+            of_lora |= set(module.modules()) - {module, *called}
         elif lora.is_tuner_layer(module):
             part = Part("module to save", None, (), "peft.utils.other")
         elif head is not None and head.is_language_model and lora.plain_name(name) == HEAD:
@@ -203,6 +217,29 @@ def find_lora(name: str, module: Any, head: Head | None) -> Part:
     digest = digest_of_class(type(module))
     where, shipped = f"source of {LORA.get(digest, 'PEFT')}", digest in LORA
     return Part("LoRA", lora.forward_lora, (), where, shipped)
+
+
+def find_adapted_experts(name: str, module: Any, mode: str) -> tuple[Part, list[nn.Module]]:
+    """Return how experts with LoRA of their weights are computed, and which of their children are called."""
+    wrappers = parameter_wrappers(module)
+    base = wrappers[-1].base_layer
+    part = find_mixture(base, digest_of_class(plain_type(base)))
+    transposed = ADAPTED.get(None if part is None else part.forward)
+    # PEFT tells inputs from outputs by an attribute of the module, and stores A for the inputs.
+    swapped = {bool(each._did_swap_in_out_features) for each in wrappers}
+    if part is None or transposed is None or swapped != {not transposed}:
+        kind = type(base)
+        refuse(
+            "LoRA over torch.nn.Linear, or over the weights of experts whose inputs PEFT knows (Qwen3-MoE, Mixtral, "
+            "DeepSeek-V3, gpt-oss and the like)",
+            f"a PEFT adapter that is not computed: target_parameters of {name}, a {kind.__module__}.{kind.__name__}",
+            f"name other layers in target_modules=[…]; {UNLOAD}",
+        )
+    called = [child for key, child in base.named_children() if key not in part.inside]
+    digest = digest_of_class(type(module))
+    where, shipped = f"{part.found}, in {LORA.get(digest, 'PEFT')}", digest in LORA
+    forward = lora.forward_adapted_experts
+    return Part("LoRA", forward, (part.forward, mode), where, shipped), called
 
 
 def check_inside(plan: Plan, of_lora: set[nn.Module]) -> None:
