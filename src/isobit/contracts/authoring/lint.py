@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import datetime
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
 from isobit.contracts.language.contract import LIBRARY_NAMES, Contract, has_default
@@ -82,9 +83,18 @@ def missing_name(reference: str) -> str | None:
     file = find_file(module)
     if file is None or file.suffix != ".py":
         return None
-    names: set[str] = set()
     stub = file.with_suffix(".pyi")  # lists the names that a package imports lazily
-    source = file.read_bytes() + (b"\n" + stub.read_bytes() if stub.is_file() else b"")
+    names = names_in(file.read_bytes() + (b"\n" + stub.read_bytes() if stub.is_file() else b""))
+    word = path.partition(".")[0]
+    return (
+        None if word in names or "*" in names else suggest(word, sorted(names) or ["(it has none)"])
+    )
+
+
+@lru_cache(maxsize=512)  # most names of a contract are in a few files
+def names_in(source: bytes) -> frozenset[str]:
+    """Return every name that a source defines or imports, at any depth."""
+    names: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             names.add(node.name)
@@ -92,10 +102,7 @@ def missing_name(reference: str) -> str | None:
             names |= {alias.asname or alias.name for alias in node.names}
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.add(node.id)
-    word = path.partition(".")[0]
-    return (
-        None if word in names or "*" in names else suggest(word, sorted(names) or ["(it has none)"])
-    )
+    return frozenset(names)
 
 
 def problem(expected: str, received: str, remedy: str, where: str, line: int = 0) -> ContractError:
