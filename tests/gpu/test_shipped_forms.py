@@ -80,13 +80,16 @@ def test_a_form_that_is_left_out_is_seen(monkeypatch):
 
 
 def test_the_number_of_kernels_to_compile(monkeypatch):
-    """A process that uses every operator in bf16 and fp32 compiled 159 before products had their own tiles."""
+    """Those of fourteen operators in bf16 and fp32 were 159 before products had their own tiles."""
+    later = {"causal_conv", "delta_rule", "distillation", "experts", "select_rows"}
+    counted = [operator for operator in OPERATORS if operator not in later]
+    assert len(counted) == 14
     kernels = {
         one.key
         for dtype in (BF16, torch.float32)
-        for one in attested("sm_90", dtype, OPERATORS, monkeypatch)
+        for one in attested("sm_90", dtype, counted, monkeypatch)
     }
-    assert 100 < len(kernels) < 175  # operators come and go; each adds a few
+    assert 100 < len(kernels) < 175, len(kernels)
 
 
 @pytest.fixture
