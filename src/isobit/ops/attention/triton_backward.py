@@ -90,9 +90,9 @@ def differentiate_queries(
     mask = (before, after, size)
     query = tile * ROWS + tl.arange(0, ROWS)
     place, inside = (row0 + query) * (KEY_HEADS * GROUP) + head, query < count
-    queries = load_heads(q, place, inside, DEPTH, PADDED)
+    queries = load_heads(q, place, inside, DEPTH, PADDED)  # [ROWS, PADDED], as grads
     grads = load_heads(grad, place, inside, DEPTH, PADDED)
-    sums = tl.load(lse + place, mask=inside, other=float("inf"))[:, None]
+    sums = tl.load(lse + place, mask=inside, other=float("inf"))[:, None]  # [ROWS, 1], as products
     products = tl.load(dots + place, mask=inside, other=0.0)[:, None]
     begin, end = visible_keys(query[:, None], count, count, mask)
     own = tile * ROWS // BLOCK * BLOCK  # the first query of this block
@@ -104,12 +104,12 @@ def differentiate_queries(
         key = first + tl.arange(0, BLOCK)
         at = tl.load(blocks + sample.to(tl.int64) * table + first // BLOCK)
         at = (at + tl.arange(0, BLOCK)) * KEY_HEADS + head // GROUP
-        keys = load_heads(k, at, key < count, DEPTH, PADDED)
+        keys = load_heads(k, at, key < count, DEPTH, PADDED)  # [BLOCK, PADDED], as values
         values = load_heads(v, at, key < count, DEPTH, PADDED)
         seen = (key[None, :] >= begin) & (key[None, :] < end) & inside[:, None]
         _weights, score_grads = differentiate_scores(
-            fresh_dot(queries, tl.trans(keys)),
-            fresh_dot(grads, tl.trans(values)),
+            fresh_dot(queries, tl.trans(keys)),  # [ROWS, BLOCK]
+            fresh_dot(grads, tl.trans(values)),  # [ROWS, BLOCK]
             sums,
             products,
             seen,
@@ -117,7 +117,7 @@ def differentiate_queries(
             cap,
             CAPPED,
         )
-        total = total + fresh_dot(score_grads.to(keys.dtype), keys)
+        total = total + fresh_dot(score_grads.to(keys.dtype), keys)  # [ROWS, PADDED]
     depth = tl.arange(0, PADDED)[None, :]
     result = round_once(total, dq.dtype.element_ty)
     known = inside[:, None] & (depth < DEPTH)
@@ -159,7 +159,7 @@ def differentiate_keys(
     own = tile * ROWS // BLOCK * BLOCK  # the first key of this block
     place = tl.load(blocks + sample.to(tl.int64) * table + own // BLOCK, mask=own < count, other=0)
     place = (place + key - own) * KEY_HEADS + head
-    keys = load_heads(k, place, key < count, DEPTH, PADDED)
+    keys = load_heads(k, place, key < count, DEPTH, PADDED)  # [ROWS, PADDED], as values
     values = load_heads(v, place, key < count, DEPTH, PADDED)
     # The blocks of queries that see a key of this block.
     start = tl.maximum(own - tl.cdiv(after, BLOCK) * BLOCK, 0)
@@ -172,21 +172,21 @@ def differentiate_keys(
             query = first + tl.arange(0, BLOCK)
             inside = query < count
             at = (row0 + query) * (KEY_HEADS * GROUP) + head * GROUP + member
-            queries = load_heads(q, at, inside, DEPTH, PADDED)
+            queries = load_heads(q, at, inside, DEPTH, PADDED)  # [BLOCK, PADDED], as grads
             grads = load_heads(grad, at, inside, DEPTH, PADDED)
             begin, end = visible_keys(query[None, :], count, count, mask)
             seen = (key[:, None] >= begin) & (key[:, None] < end) & inside[None, :]
             weights, score_grads = differentiate_scores(
-                fresh_dot(keys, tl.trans(queries)),
-                fresh_dot(values, tl.trans(grads)),
-                tl.load(lse + at, mask=inside, other=float("inf"))[None, :],
+                fresh_dot(keys, tl.trans(queries)),  # [ROWS, BLOCK]
+                fresh_dot(values, tl.trans(grads)),  # [ROWS, BLOCK]
+                tl.load(lse + at, mask=inside, other=float("inf"))[None, :],  # [1, BLOCK], as dots
                 tl.load(dots + at, mask=inside, other=0.0)[None, :],
                 seen,
                 scale,
                 cap,
                 CAPPED,
             )
-            value_total = value_total + fresh_dot(weights.to(grads.dtype), grads)
+            value_total = value_total + fresh_dot(weights.to(grads.dtype), grads)  # [ROWS, PADDED]
             key_total = key_total + fresh_dot(score_grads.to(queries.dtype), queries)
     depth = tl.arange(0, PADDED)[None, :]
     known = (key < count)[:, None] & (depth < DEPTH)

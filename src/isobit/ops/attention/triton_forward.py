@@ -164,7 +164,7 @@ def fold_chunk(
     for first in range(start, stop, BLOCK):
         key = first + tl.arange(0, BLOCK)
         place = (tl.load(blocks + first // BLOCK) + tl.arange(0, BLOCK)) * KEY_HEADS + head
-        keys = load_heads_transposed(k, place, key < key_count, DEPTH, PADDED)
+        keys = load_heads_transposed(k, place, key < key_count, DEPTH, PADDED)  # [PADDED, 64]
         scores = fresh_dot(queries, keys) * scale  # [ROWS, 64]
         if CAPPED:
             scores, _ = soft_cap(scores, cap)
@@ -174,8 +174,8 @@ def fold_chunk(
         base = tl.where(new == -float("inf"), 0.0, new)
         factor = exp_nonpositive(most - base)
         weights = exp_nonpositive(scores - base)
-        values = load_heads(v, place, key < key_count, DEPTH, PADDED)
-        added = fresh_dot(weights.to(values.dtype), values)
+        values = load_heads(v, place, key < key_count, DEPTH, PADDED)  # [64, PADDED]
+        added = fresh_dot(weights.to(values.dtype), values)  # [ROWS, PADDED]
         if GUARD:
             whole_from, _ = visible_keys(last_query, query_count, key_count, mask)
             _, whole_to = visible_keys(first_query, query_count, key_count, mask)
@@ -319,7 +319,7 @@ def attention(
     )
     row = tile * ROWS + tl.arange(0, ROWS)
     place, inside = locate_heads(row0, row, head, KEY_HEADS, GROUP), row < query_count * GROUP
-    queries = load_heads(q, place, inside, DEPTH, PADDED)
+    queries = load_heads(q, place, inside, DEPTH, PADDED)  # [ROWS, PADDED]
     begin, end = visible_keys((row // GROUP)[:, None], query_count, key_count, mask)
     most = tl.full((ROWS, 1), -float("inf"), tl.float32)
     total = tl.zeros((ROWS, 1), tl.float32)
@@ -396,7 +396,7 @@ def attention_chunks(
     row = tile * ROWS + tl.arange(0, ROWS)
     place, inside = locate_heads(row0, row, head, KEY_HEADS, GROUP), row < query_count * GROUP
     most, total, output = fold_chunk(
-        load_heads(q, place, inside, DEPTH, PADDED),
+        load_heads(q, place, inside, DEPTH, PADDED),  # [ROWS, PADDED]
         row // GROUP,
         k,
         v,
@@ -464,9 +464,9 @@ def merge_chunks(
             most,
             total,
             output,
-            tl.load(most_of + at[:, None], mask=inside[:, None], other=0.0),
+            tl.load(most_of + at[:, None], mask=inside[:, None], other=0.0),  # [ROWS, 1]
             tl.load(total_of + at[:, None], mask=inside[:, None], other=0.0),
-            load_heads(output_of, at, inside, DEPTH, PADDED),
+            load_heads(output_of, at, inside, DEPTH, PADDED),  # [ROWS, PADDED]
             chunk * CHUNK,
             begin,
             end,

@@ -282,8 +282,8 @@ def sum_tokens(
         total = add_dot(a, b, total)
     if grad.dtype.element_ty == tl.float32:
         for at in range(whole, count):
-            a = tl.load(left + at * N, mask=left_in, other=0.0)
-            b = tl.load(right + at * K, mask=right_in, other=0.0)
+            a = tl.load(left + at * N, mask=left_in, other=0.0)  # [BLOCK_N, 1]
+            b = tl.load(right + at * K, mask=right_in, other=0.0)  # [1, BLOCK_K]
             a, b = tl.broadcast(a, b)
             total = tl.math.fma(a, b, total)
     else:

@@ -79,7 +79,7 @@ def choose_words(
     sums = merge_columns(tl.reshape(total, (ROWS * SEGMENTS, 16)), ROWS * SEGMENTS, 16)
     top, whole = merge_pairs(tops, tl.reshape(sums, (ROWS, SEGMENTS)), ROWS, SEGMENTS)
     log_sum = log_positive(whole)  # [ROWS, 1]
-    target = tl.load(targets + row, mask=row < m, other=-1)
+    target = tl.load(targets + row, mask=row < m, other=-1)  # [ROWS, 1]
     chosen = tl.load(logits + row * N + target, mask=target >= 0, other=0.0) * inverse
     result = tl.where(target < 0, 0.0, (chosen - top) - log_sum)
     tl.store(found + row, round_once(result, tl.float32), mask=row < m)
