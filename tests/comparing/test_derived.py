@@ -7,6 +7,7 @@ from fractions import Fraction
 
 import pytest
 import torch
+import yaml
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -463,6 +464,12 @@ def test_merged_checkpoints_are_as_stated(tmp_path, sources, method, dtype):
     found = check_merged(path, places, file)
     assert not found.wrong, causes(found)
     assert len(found.of("as stated")) == len(model())
+    # As mergekit's Python interface writes it.
+    written = yaml.safe_load(file.read_text())
+    sources_of = [{**one, "layer_range": [0, 2]} for one in written.pop("models")]
+    written["modules"] = {"default": {"slices": [{"sources": sources_of}]}}
+    file.write_text(yaml.safe_dump(written))
+    assert check_merged(path, places, file) == found
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -573,6 +580,12 @@ HOSTILE_MERGES = {
     "nan": "merge_method: linear\nmodels: [{model: a, parameters: {weight: .nan}}]",
     "infinity": "merge_method: slerp\nbase_model: base\nmodels: [{model: a}]\nparameters: {t: .inf}",
     "filters without end": "merge_method: linear\nmodels: [{model: a, parameters: &p {weight: {value: *p}}}]",
+    "modules that are numbers": "merge_method: linear\nmodules: 5",
+    "no modules": "merge_method: linear\nmodules: {}",
+    "a module that is a number": "merge_method: linear\nmodules: {default: 5}",
+    "two modules": "merge_method: linear\nmodules: {a: {models: [{model: a}]}, b: {models: [{model: b}]}}",
+    "a module next to models": "merge_method: linear\nmodels: [{model: a}]\nmodules: {d: {models: [{model: a}]}}",
+    "parameters of a module": "merge_method: linear\nmodules: {d: {models: [{model: a}], parameters: {weight: 1}}}",
     "the base alone": "merge_method: ties\nbase_model: base\nmodels: [{model: base}]",
 }
 

@@ -145,6 +145,7 @@ def read_merge_config(path: Path) -> MergeConfig:
             f"merge_method: {method}",
             "this method is not repeated; compare with a second run of the tool by `isobit compare checkpoints`",
         )
+    found = without_modules(found)
     unknown = set(found) - KEYS
     if unknown:
         raise refused(
@@ -182,6 +183,25 @@ def read_merge_config(path: Path) -> MergeConfig:
         dict(shared),
         *(dtype_of(found.get(k)) for k in ("dtype", "out_dtype")),
     )
+
+
+def without_modules(found: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration with the models or slices of its only module, as mergekit's Python interface writes it."""
+    if found.get("modules") is None:
+        return found
+    given = found["modules"]
+    only = next(iter(given.values())) if isinstance(given, dict) and len(given) == 1 else None
+    if (
+        not isinstance(only, dict)
+        or len(only) != 1
+        or not set(only) <= {"models", "slices"} - set(found)
+    ):
+        raise refused(
+            "models, slices, or one module that has one of them",
+            "several modules, or a module with other keys",
+            "such a merge is not repeated; check modules one by one",
+        )
+    return {key: value for key, value in found.items() if key != "modules"} | only
 
 
 def whole_slice(slices: Any) -> list[dict[str, Any]]:
