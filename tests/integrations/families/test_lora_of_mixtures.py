@@ -26,7 +26,7 @@ from isobit import UnsupportedError
 from isobit.integrations.transformers import merged_copy
 from isobit.integrations.transformers.parts import experts as parts
 from isobit.integrations.transformers.parts import recognition
-from isobit.ops.experts import adapters as operators
+from isobit.ops.experts import merged as operators
 
 # Attention of every kind, the dense parts beside it, and the weights of all experts.
 EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
