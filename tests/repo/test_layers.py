@@ -170,6 +170,9 @@ def test_only_gates_and_commands_know_of_the_simulator():
     }
 
 
+SAME_NAME = ("portable", "loss", "merged", "triton")
+
+
 @pytest.mark.parametrize(
     "path",
     [p for p in (SOURCE / "ops").glob("*/*.py") if (p.parent / "op.py").exists()],
@@ -179,10 +182,10 @@ def test_operators_share_code_through_portable(path):
     """An operator imports its own folder, ops/portable, ops/gpu and ops/*.py; of others only what it is built on.
 
     The one thing that another operator may offer is its op.py: linear_logprob is built on linear, the loss on
-    exact_sum, and log_softmax registers itself as softmax does. A portable.py, a loss.py or a triton.py may use the
-    other's file of the same name.
+    exact_sum, and log_softmax registers itself as softmax does. A file that is in SAME_NAME
+    may use the other's file of the same name.
     """
-    offered = {"op", path.stem} if path.stem in ("portable", "loss", "triton") else {"op"}
+    offered = {"op", path.stem} if path.stem in SAME_NAME else {"op"}
     shared = {p.stem for p in (SOURCE / "ops").glob("*.py")} | {"portable", "gpu", path.parent.name}
     for name in imports_of(path):
         parts = name.split(".")

@@ -25,7 +25,8 @@ from benchmarks.families import (
 from isobit import UnsupportedError
 from isobit.integrations.transformers import merged_copy
 from isobit.integrations.transformers.parts import experts as parts
-from isobit.ops.experts import adapters as operators
+from isobit.integrations.transformers.parts import recognition
+from isobit.ops.experts import merged as operators
 
 # Attention of every kind, the dense parts beside it, and the weights of all experts.
 EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
@@ -208,7 +209,7 @@ def test_state_of_adapters_of_experts_is_read_at_every_call():
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_what_adapters_of_experts_do_not_support():
+def test_what_adapters_of_experts_do_not_support(monkeypatch):
     model = adapted("llama4_text", [], [f"feed_forward.{name}" for name in EXPERTS])
     with pytest.raises(UnsupportedError, match=r"(?s)target_parameters.*Llama4.*merge_and_unload"):
         isobit.enable(model)
@@ -227,3 +228,6 @@ def test_what_adapters_of_experts_do_not_support():
     ):
         with pytest.raises(UnsupportedError, match="PEFT adapters"):
             shard(model, None)
+    monkeypatch.setattr(recognition, "LORA", {})
+    with pytest.raises(UnsupportedError, match="another version of PEFT"):
+        isobit.enable(adapted("qwen3_moe", [], EXPERTS))

@@ -21,7 +21,7 @@ from isobit.integrations.transformers.parts.lora import (
     adapters_of_experts,
     live_adapters,
 )
-from isobit.ops.experts.adapters import merge_experts
+from isobit.ops.experts.merged import merge_experts
 from isobit.ops.linear.merged import merge_bias, merge_weight
 
 

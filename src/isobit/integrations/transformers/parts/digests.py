@@ -180,4 +180,7 @@ ENCODER_HEADS: dict[str, tuple[str, str]] = {
     "aed54aced93f81f4": ("modernbert.ModernBertForTokenClassification", "every token"),
 }
 # PEFT's: the formula of [Note: adapters next to a weight].
-LORA: dict[str, str] = {"fe3eb9f4a0b5f20c": "peft.tuners.lora.layer.Linear"}
+LORA: dict[str, str] = {
+    "fe3eb9f4a0b5f20c": "peft.tuners.lora.layer.Linear",
+    "d612b2b12823325a": "peft.tuners.lora.layer.ParamWrapper",
+}

@@ -20,8 +20,8 @@ from isobit.integrations.transformers.layout import current_layout
 from isobit.integrations.transformers.load_balancing import ROUTER_LOGITS
 from isobit.integrations.transformers.parts.layers import kind_of_activation
 from isobit.integrations.transformers.residual import fork, settle
-from isobit.ops.experts.adapters import low_rank_experts, merged_grouped_linear
 from isobit.ops.experts.grouped import grouped_linear
+from isobit.ops.experts.merged import low_rank_experts, merged_grouped_linear
 from isobit.ops.experts.op import route
 from isobit.ops.experts.routes import Routes
 from isobit.ops.experts.rows import combine, dispatch_rows

@@ -235,11 +235,16 @@ def find_adapted_experts(name: str, module: Any, mode: str) -> tuple[Part, list[
             f"a PEFT adapter that is not computed: target_parameters of {name}, a {kind.__module__}.{kind.__name__}",
             f"name other layers in target_modules=[…]; {UNLOAD}",
         )
-    called = [child for key, child in base.named_children() if key not in part.inside]
     digest = digest_of_class(type(module))
-    where, shipped = f"{part.found}, in {LORA.get(digest, 'PEFT')}", digest in LORA
-    forward = lora.forward_adapted_experts
-    return Part("LoRA", forward, (part.forward, mode), where, shipped), called
+    if digest not in LORA:  # eight tokens would not show how B is stored, since it begins as zeros
+        refuse(
+            "PEFT's wrapper of a parameter as it was read, of PEFT 0.21",
+            f"target_parameters of {name} by another version of PEFT (digest {digest})",
+            f"pip install peft==0.21.*; {UNLOAD}",
+        )
+    called = [child for key, child in base.named_children() if key not in part.inside]
+    where = f"{part.found}, in {LORA[digest]}"
+    return Part("LoRA", lora.forward_adapted_experts, (part.forward, mode), where), called
 
 
 def check_inside(plan: Plan, of_lora: set[nn.Module]) -> None:
