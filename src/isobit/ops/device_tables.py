@@ -57,7 +57,7 @@ def kept(key: Hashable, device: torch.device, make: Callable[[], T]) -> T:
     value, writer, written = found
     if capturing:
         _captured[place] = value  # torch.cuda.graph has waited for everything before
-    elif written is not None and stream != writer:
+    elif stream is not None and written is not None and stream != writer:
         stream.wait_event(written)
     return value
 
