@@ -51,7 +51,6 @@ COMMANDS = {
     "candidates": "python -m benchmarks candidates",
     "post-training": "python -m benchmarks post_training",
     "families": "python -m benchmarks families --threads 1",
-    "blocks": "python -m benchmarks blocks",
     "vllm": "python -m benchmarks vllm",
     "vllm-whole": "python -m benchmarks vllm_whole",
     "vllm-lora": "python -m benchmarks vllm_lora",

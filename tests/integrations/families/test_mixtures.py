@@ -120,9 +120,11 @@ def test_routers_without_a_gradient_are_named():
 
 
 def test_tensor_parallelism_next_to_experts_is_named():
+    enabled = isobit.enable(build("qwen3_moe", torch.float32))
+
     def program(_):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "tp"))
-        model = isobit.enable(build("qwen3_moe", torch.float32))
+        model = copy.deepcopy(enabled)
         before = {name: p.shape for name, p in model.named_parameters()}
         with pytest.raises(UnsupportedError, match=r"(?s)a mixture of experts.*data parallelism"):
             isobit.integrations.transformers.shard(model, mesh["tp"])
