@@ -184,6 +184,7 @@ def test_a_table_that_was_written_into_is_read_again():
 
 def test_tables_outlive_inference_mode_and_fake_tensors():
     """A table that was made under inference_mode could not be saved for a backward; a fake one is no table."""
+    device_tables.forget()
     q = torch.randn(1, 37, 1, 16)
     with torch.inference_mode():
         isobit.attention(q, q, q, is_causal=True)
@@ -194,6 +195,21 @@ def test_tables_outlive_inference_mode_and_fake_tensors():
         x = torch.randn(1, rows, 1, 16, requires_grad=True)
         isobit.attention(x, x, x, is_causal=True).sum().backward()
         assert x.grad.isfinite().all()
+
+
+def test_tables_of_a_transform_are_not_kept():
+    """Such a table is wrapped for its level of torch.func, and dead after it."""
+    device_tables.forget()
+    made = []
+
+    def f(x):
+        made.append(device_tables.table_of((0, 3), (1, 2), x.device))
+        return x.sum()
+
+    torch.func.grad(f)(torch.ones(3))
+    later = device_tables.table_of((0, 3), (1, 2), torch.device("cpu"))
+    assert later is not made[0]
+    assert later.untyped_storage().nbytes() == 16  # a dead wrapper has no storage
 
 
 def test_threads_make_the_same_tables():

@@ -5,7 +5,8 @@ A table that is copied from the host makes the host wait for the GPU, a table th
 CUDA graph can capture neither. So a table is made once per description and device and kept, and it carries the numbers
 that it was made of. A graph reads its tables when it is replayed: those that were used in a capture are kept for good.
 A table is copied on the stream that was current when it was made; another stream waits for that copy, on the device.
-Nothing is kept under a mode of torch (FakeTensorMode and others) or torch.compile, which have tensors of their own.
+Nothing is kept under a mode of torch (FakeTensorMode and others), a transform of torch.func or torch.compile, which
+have tensors of their own.
 """
 
 from __future__ import annotations
@@ -31,13 +32,22 @@ def is_capturing() -> bool:
     return _is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
+def makes_other_tensors() -> bool:
+    """Return whether a tensor that is made now would be of no use later."""
+    return bool(
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
 def kept(key: Hashable, device: torch.device, make: Callable[[], T]) -> T:
     """Return what `make` returned for a key and a device before, or now.
 
     Raises:
         UnsupportedError: If it is not made yet, and a CUDA graph is being captured.
     """
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+    if makes_other_tensors():
         return make()
     place = (key, device)
     capturing = is_capturing()
