@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from isobit.contracts.judge.bound import Bound
+from isobit.contracts.judge import cases
 from isobit.contracts.judge.cases import replay
 from isobit.contracts.judge.sabotage import LIBRARY
 from isobit.contracts.judge.verify import verify_contract
@@ -97,7 +97,7 @@ def test_what_raises_with_gradients_is_judged_without_them():
 def test_the_planted_subject_must_be_caught(monkeypatch):
     name = "order by batch with gradients"
     assert f"{name}, under batch" in [p.name for p in judge("doubles").planted if p.caught]
-    monkeypatch.setattr(Bound, "has_both_modes", lambda bound: False)  # a judge that never trains
+    monkeypatch.setattr(cases, "has_both_modes", lambda claim: False)  # a judge that never trains
     record = judge("doubles")
     assert record.verdict == "void"
     assert name in record.detail
