@@ -46,7 +46,7 @@ FLAGS += ["-fno-math-errno"]  # square roots are instructions, with the same bit
 COMPILE = [*FLAGS, "-fPIC", "-fwrapv", "-DNDEBUG", f'-DISOBIT_FLAGS="{" ".join(FLAGS)}"']
 # No OpenMP library is named: the symbols are then found in the one that torch has loaded, whatever its file is called.
 LINK = ["-shared", "-Wl,--as-needed", "-lc10", "-ltorch_cpu"]
-# CPU seconds for all files: 4:21 on two cores of a Xeon at 2.5 GHz with g++ 12, beside downloads. An estimate for users.
+# CPU seconds for all files: 4:21 on two cores of a Xeon at 2.5 GHz with g++ 12, beside downloads. An estimate.
 CORE_SECONDS = 520
 SECONDS_PER_LINE = 60  # of progress, at most
 # torch's headers, which most files include: half of the time is theirs, so they are compiled once for all of them. A
