@@ -85,14 +85,13 @@ def test_red_wins(red):
 WRITER = """
 import sys
 from pathlib import Path
-from isobit.contracts.store.evidence import Evidence
-from isobit.contracts.store.evidence import Finding
+from isobit.contracts.store.evidence import Evidence, JudgedContract
 from isobit.foundation.records import ClaimRecord
 home, start = Path(sys.argv[1]), int(sys.argv[2])
 evidence = Evidence(home)
 for number in range(start, 200):
     records = tuple(ClaimRecord(f"claim-{n}", "holds", "kept", 2, 2, 1, 1, 1, detail="x" * 200) for n in range(40))
-    path = evidence.write(Finding("c", f"{number:032x}", "", 2, records))
+    path = evidence.write(JudgedContract("c", f"{number:032x}", "", 2, records))
     print(path, flush=True)
 """
 
@@ -102,6 +101,7 @@ def run_and_kill(home: Path, start: int, after: float) -> list[str]:
     arguments = [sys.executable, "-c", WRITER, str(home), str(start)]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as child:
         first = child.stdout.readline()  # it is writing now
+        assert first, "the child wrote nothing"
         with suppress(subprocess.TimeoutExpired):
             child.wait(after)
         child.send_signal(signal.SIGKILL)
