@@ -130,3 +130,18 @@ def test_every_extra_resolves_with_the_constraints(extra):
     words += ["-c", str(ROOT / "constraints.txt"), *requirements(extra)]
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize(
+    ("marks", "expected"), [("not full", [0, 3, 6]), ("full or not full", list(range(10)))]
+)
+def test_a_sweep_runs_some_cases_and_all_of_them_in_full(tmp_path, marks, expected):
+    (tmp_path / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    full: x\n    sweep: x\n")
+    (tmp_path / "test_swept.py").write_text(
+        "import pytest\n\n\n@pytest.mark.parametrize('at', range(10))\n@pytest.mark.sweep(3)\n"
+        "def test_case(at):\n    pass\n"
+    )
+    words = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-m", marks, str(tmp_path)]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert [int(n) for n in re.findall(r"test_case\[(\d+)\]", done.stdout)] == expected
