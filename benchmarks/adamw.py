@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.linear import geomean
+from benchmarks.ratios import geomean
 from isobit import bits
 from isobit.foundation.machine import thread_count
 from isobit.ops.adamw import portable

@@ -15,6 +15,7 @@ from rich.table import Table
 
 import isobit
 from benchmarks.adamw import alternate
+from benchmarks.ratios import Ratio
 from isobit import bits
 from isobit.foundation.machine import thread_count
 from isobit.integrations.transformers.layout import in_force, read_layout
@@ -147,14 +148,15 @@ def time_case(models, name, shape, call, rounds):
         spread = (high - low) / middle
         if spread <= SPREAD:
             break
-    ratios = [s[0] / o[0] for s, o in zip(times["stock"], times["ours"], strict=True)]
-    of_cpu = [s[1] / o[1] for s, o in zip(times["stock"], times["ours"], strict=True)]
-    first, median, last = statistics.quantiles(ratios, n=4)
-    shown = "about 1" if first <= 1 <= last else f"{median:.2f}"
+    wall, cpu = (
+        Ratio.of(*([one[clock] for one in times[who]] for who in ("stock", "ours")))
+        for clock in (0, 1)
+    )
+    shown, quartiles = wall.cells()
     return (
         f"{middle * 1e3:.2f}",
         f"{spread:.0%}",
-        f"{first:.2f} to {last:.2f}",
+        quartiles,
         shown,
-        f"{statistics.median(of_cpu):.2f}",
+        f"{cpu.median:.2f}",
     )

@@ -1,10 +1,10 @@
 """The linear operator against stock F.linear: frozen and not, forward and forward + backward.
 
-r = stock time / our time. Contenders take turns within each round; the ratio of medians is printed, with the
-digest of our result. `strict` is stock under MKL_CBWR=AVX512,STRICT, in a child process (fp32 only).
+r = stock time / our time. Contenders take turns within each round; the median of the rounds is printed, with the
+digest of our result, and in the summary the quartiles of means over layers. `strict` is stock under
+MKL_CBWR=AVX512,STRICT, in a child process (fp32 only).
 """
 
-import math
 import statistics
 import time
 
@@ -14,6 +14,7 @@ from rich.progress import track
 from rich.table import Table
 
 import isobit
+from benchmarks.ratios import ROUNDS, Ratio
 from benchmarks.strict import Strict
 from isobit import bits
 from isobit.contracts.judge.verify import verify_contract
@@ -74,14 +75,15 @@ def run(quick, threads, dtypes):
         for what in ("frozen", "plain", "step"):
             ratios.setdefault((dtype, count, what), []).append((rows, found[what]))
         cells = [
-            f"{found[w]:.2f}" if found[w] else "" for w in ("frozen", "plain", "strict", "step")
+            f"{found[w].median:.2f}" if found[w] else ""
+            for w in ("frozen", "plain", "strict", "step")
         ]
         table.add_row(
             str(count),
             dtype,
             name,
             str(rows),
-            f"{found['stock'] * 1e3:.3f}",
+            f"{statistics.median(found['stock']) * 1e3:.3f}",
             *cells,
             found["digest"],
         )
@@ -114,7 +116,7 @@ def time_case(dtype, shape, rows, threads, strict, quick):
         layer.weight.clone(),
     )
     work = rows * k * n
-    rounds = max(3 if work > 5e10 else 5, min(15 if quick else 31, int(3e10 / (work + 2e8))))
+    rounds = max(ROUNDS, min(15 if quick else 31, int(3e10 / (work + 2e8))))
     with torch.inference_mode():
         frozen = isobit.freeze(layer)
         times = take_turns(
@@ -130,7 +132,7 @@ def time_case(dtype, shape, rows, threads, strict, quick):
         assert digest == bits.digest(layer(x))[:12]
     frozen.thaw()
     found = {
-        name: times["stock"] / times[name]
+        name: Ratio.of(times["stock"], times[name])
         for name in ("frozen", "plain", "strict")
         if name in times
     }
@@ -141,9 +143,9 @@ def time_case(dtype, shape, rows, threads, strict, quick):
                 "ours": training_step(isobit.linear, x, weight),
                 "stock": training_step(torch.nn.functional.linear, x, weight),
             },
-            max(3, rounds // 3),
+            max(ROUNDS, rounds // 3),
         )
-        step = steps["stock"] / steps["ours"]
+        step = Ratio.of(steps["stock"], steps["ours"])
     return {"stock": times["stock"], "digest": digest, "strict": None, "step": step} | found
 
 
@@ -159,7 +161,7 @@ def training_step(function, x, weight):
 
 
 def take_turns(contenders, rounds, strict=None):
-    """Median seconds of each; every round times each once."""
+    """Return the seconds of each; every round times each once."""
     times = {name: [] for name in contenders} | ({"strict": []} if strict else {})
     for contender in contenders.values():
         contender()
@@ -172,44 +174,30 @@ def take_turns(contenders, rounds, strict=None):
             start = time.perf_counter()
             contenders[name]()
             times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
-def geomean(values):
-    return math.exp(sum(map(math.log, values)) / len(values)) if values else float("nan")
+    return times
 
 
 def summarise(console, ratios, threads, dtypes):
-    """Geometric means per dtype and thread count, then the last line, over frozen cases."""
-    table = Table(
-        "dtype",
-        "threads",
-        "frozen: geomean",
-        "least",
-        "not frozen M≥64",
-        "M=8",
-        "M=1",
-        "fwd+bwd M≥512",
-        "least",
-    )
+    """Print geometric means over layers, with their quartiles, and the least; then the last line, over frozen cases."""
+    table = Table("dtype", "threads", "case", "ratio", "quartiles", "least")
     for dtype in dtypes:
         for count in threads:
             frozen, plain, step = (
                 [(m, r) for m, r in ratios[dtype, count, what] if r]
                 for what in ("frozen", "plain", "step")
             )
-            table.add_row(
-                dtype,
-                str(count),
-                f"{geomean([r for _, r in frozen]):.3f}",
-                f"{min(r for _, r in frozen):.2f}",
-                f"{geomean([r for m, r in plain if m >= 64]):.3f}",
-                *[f"{geomean([r for m, r in plain if m == rows]):.3f}" for rows in (8, 1)],
-                f"{geomean([r for _, r in step]):.3f}",
-                f"{min(r for _, r in step):.2f}",
-            )
+            cases = {
+                "forward, frozen": [r for _, r in frozen],
+                "forward of 64 rows and more": [r for m, r in plain if m >= 64],
+                "forward of 8 rows": [r for m, r in plain if m == 8],
+                "forward of one row": [r for m, r in plain if m == 1],
+                "forward and backward of 512 rows and more": [r for _, r in step],
+            }
+            for name, found in cases.items():
+                least = f"{min(r.median for r in found):.2f}"
+                table.add_row(dtype, str(count), name, *Ratio.mean(found).cells(), least)
     console.print(table)
     frozen = {d: [r for c in threads for _, r in ratios[d, c, "frozen"]] for d in dtypes}
     short = {"float32": "fp32", "bfloat16": "bf16"}
-    means = " ".join(f"{short[d]} {geomean(frozen[d]):.3f}" for d in dtypes)
-    print(f"geomean {means} min {min(min(v) for v in frozen.values()):.3f}")
+    means = " ".join(f"{short[d]} {Ratio.mean(frozen[d]).median:.3f}" for d in dtypes)
+    print(f"geomean {means} min {min(r.median for v in frozen.values() for r in v):.3f}")

@@ -12,6 +12,7 @@ from rich.table import Table
 from transformers import DynamicCache
 
 import isobit
+from benchmarks.ratios import ROUNDS, Ratio
 from isobit.foundation.machine import thread_count
 from isobit.gates.model.batch_layout_gate import run_gate
 from isobit.gates.model.batch_layouts import IsobitScorer, draw_samples
@@ -24,8 +25,8 @@ def run(quick, threads, dtypes):
     console = Console(highlight=False, width=118)
     if not is_green(console):
         return 1
-    table = Table("threads", "dtype", "case", "stock s", "ours s", "ratio", "each round")
-    rounds = 2 if quick else 5
+    table = Table("threads", "dtype", "case", "stock s", "ours s", "ratio", "quartiles")
+    rounds = ROUNDS if quick else 2 * ROUNDS
     with Progress(console=Console(stderr=True, width=118), transient=True) as progress:
         bar = progress.add_task(
             "timing", total=len(threads) * len(dtypes) * len(CASES) * (rounds + 1)
@@ -47,18 +48,10 @@ def run(quick, threads, dtypes):
                             rounds,
                             lambda: progress.advance(bar),
                         )
-                    each = [s / o for s, o in zip(times["stock"], times["ours"], strict=True)]
                     middle = {side: statistics.median(found) for side, found in times.items()}
                     cells = [f"{middle[side]:.3f}" for side in ("stock", "ours")]
-                    ratio = f"{middle['stock'] / middle['ours']:.2f}"
-                    row = (
-                        str(count),
-                        dtype,
-                        name,
-                        *cells,
-                        ratio,
-                        " ".join(f"{r:.2f}" for r in each),
-                    )
+                    ratio = Ratio.of(times["stock"], times["ours"])
+                    row = (str(count), dtype, name, *cells, *ratio.cells())
                     table.add_row(*row)
                     progress.console.print(
                         "  ".join(row), highlight=False

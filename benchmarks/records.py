@@ -1,7 +1,8 @@
 """Records of runs: `python -m benchmarks record NAME` runs a command and stores what it printed.
 
-A record is a JSON file in docs/results/records: the command, commit, date and machine, tables, and the
-lines that were printed beside them. `python -m benchmarks pages` writes records into the pages.
+A record is a JSON file in docs/results/records: the command, commit, date and machine, the digest of the sources,
+tables, and the lines that were printed beside them. `python -m benchmarks pages` writes records into the pages.
+`record --all` makes every record that is not of these sources; it can be stopped, and goes on where it was. Hours.
 """
 
 import argparse
@@ -11,7 +12,10 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
+
+from blake3 import blake3
 
 from isobit.foundation.machine import fingerprint
 from isobit.foundation.native import pairs_bf16
@@ -19,6 +23,8 @@ from isobit.order.plan import VERSION
 
 ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "docs" / "results" / "records"
+SOURCES = ("src", "csrc", "benchmarks", "examples", "setup.py", "constraints.txt")
+NOT_SOURCES = ("src/isobit/library/evidence.json", "src/isobit/certifying/running/sass.json")
 COMMANDS = {
     "one-run": "isobit gate training --workload whole --dtype float32 bfloat16 --stock --json",
     "model": "isobit gate model --model qwen3-0.6b --dtype bfloat16 --json",
@@ -61,15 +67,86 @@ COMMANDS = {
 
 
 def main(words: list[str]) -> int:
-    """Run the command of one record, or take its output from a file, and store it."""
+    """Make one record or all, or list them."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks record")
-    parser.add_argument("name", choices=COMMANDS)
+    parser.add_argument("name", nargs="*", choices=[*COMMANDS, []], metavar="NAME")
+    parser.add_argument("--all", action="store_true", help="every record that is of other sources")
+    parser.add_argument(
+        "--list", action="store_true", help="print which records are of these sources"
+    )
     parser.add_argument("--output", type=Path, help="what the command printed, from an earlier run")
     parser.add_argument("--commit", default="HEAD", help="the commit of that run")
     options = parser.parse_args(words)
-    command = COMMANDS[options.name]
-    if options.output:
-        printed = options.output.read_text()
+    if options.list:
+        return list_records()
+    names = options.name
+    if options.all:
+        names = [name for name in names or COMMANDS if not is_current(name)]
+    elif len(names) != 1:
+        parser.error("expected the name of one record, or --all")
+    if modified_sources() and not options.output:
+        parser.error(f"expected sources as committed; modified: {modified_sources()}")
+    return make_all(names) if options.all else make(names[0], options.output, options.commit)
+
+
+def make_all(names: list[str]) -> int:
+    """Make records one after the other; one that fails does not stop the others. Return 1 if one failed."""
+    failed = []
+    for at, name in enumerate(names):
+        start = time.monotonic()
+        print(f"[{at + 1}/{len(names)}] {name}: {COMMANDS[name]}", file=sys.stderr, flush=True)
+        try:
+            make(name)
+            outcome = "recorded"
+        except (subprocess.CalledProcessError, OSError, ValueError, KeyError) as error:
+            failed.append(name)
+            outcome = f"failed: {error}"
+        minutes = (time.monotonic() - start) / 60
+        print(f"    {outcome} after {minutes:.1f} minutes", file=sys.stderr, flush=True)
+    print(f"{len(names) - len(failed)} of {len(names)} records made; failed: {failed or 'none'}")
+    return int(bool(failed))
+
+
+def list_records() -> int:
+    """Print each record's commit, and whether its sources are those of this commit; return 1 if some are not."""
+    others = [name for name in COMMANDS if not is_current(name)]
+    for name in COMMANDS:
+        path = RECORDS / f"{name}.json"
+        record = json.loads(path.read_text()) if path.exists() else {"commit": "none"}
+        print(f"{name:14} {record['commit']:9}", "other sources" if name in others else "current")
+    print(f"{len(COMMANDS) - len(others)} of {len(COMMANDS)} records are of these sources")
+    return int(bool(others))
+
+
+def is_current(name: str) -> bool:
+    """Return whether a record was made from the sources of this commit."""
+    path = RECORDS / f"{name}.json"
+    return path.exists() and json.loads(path.read_text()).get("sources") == sources_digest()
+
+
+def sources_digest(commit: str = "HEAD") -> str:
+    """Return the digest of what decides a record; evidence and results are made from it, so they are not in it."""
+    lines = git("ls-tree", "-r", commit, "--", *SOURCES).splitlines()
+    return blake3("\n".join(x for x in lines if not x.endswith(NOT_SOURCES)).encode()).hexdigest()[
+        :32
+    ]
+
+
+def modified_sources() -> str:
+    """Return the sources that differ from the commit."""
+    return git("status", "--porcelain", "--", *SOURCES, *(f":!{name}" for name in NOT_SOURCES))
+
+
+def git(*words: str) -> str:
+    done = subprocess.run(["git", *words], cwd=ROOT, check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def make(name: str, output: Path | None = None, commit: str = "HEAD") -> int:
+    """Run the command of one record, or take its output from a file, and store it."""
+    command = COMMANDS[name]
+    if output:
+        printed = output.read_text()
     else:
         first, *rest = shlex.split(command)
         python = {"python": [sys.executable], "isobit": [sys.executable, "-m", "isobit"]}
@@ -77,18 +154,18 @@ def main(words: list[str]) -> int:
         printed = subprocess.run(
             run, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True
         ).stdout
-    record = {"command": command.replace(" --json", ""), **describe_run(options.commit)}
+    record = {"command": command.replace(" --json", ""), **describe_run(commit)}
     record |= read_json(json.loads(printed)) if "--json" in command else read_text(printed)
-    save(options.name, record)
+    save(name, record)
     return 0
 
 
 def describe_run(commit: str) -> dict[str, str | int]:
     """Return the commit, date, machine and version of the order of a run on this machine."""
-    git = ["git", "-C", str(ROOT), "rev-parse", "--short=7", commit]
     machine = fingerprint(VERSION)
     return {
-        "commit": subprocess.run(git, check=True, capture_output=True, text=True).stdout.strip(),
+        "commit": git("rev-parse", "--short=7", commit),
+        "sources": sources_digest(commit),
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "machine": f"{machine.cpu}, {machine.cores} cores, {machine.capability}"
         + " with AMX" * pairs_bf16(),

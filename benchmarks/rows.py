@@ -16,7 +16,7 @@ from torch.nn import functional
 
 import isobit
 from benchmarks.adamw import alternate
-from benchmarks.linear import geomean
+from benchmarks.ratios import geomean
 from isobit import bits
 from isobit.foundation.machine import thread_count
 

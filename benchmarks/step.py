@@ -1,4 +1,4 @@
-"""A data-parallel training step against stock DDP, over gloo: our time / stock's, and what partials hold in memory."""
+"""A data-parallel training step against stock DDP, over gloo: stock's time / ours, and what partials hold in memory."""
 
 import dataclasses
 import os
@@ -12,6 +12,7 @@ import torch.multiprocessing as processes
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.ratios import ROUNDS, Ratio
 from isobit.gates.training.launcher import Job
 from isobit.gates.training.rank_layout_gate import judge, run_jobs
 from isobit.gates.training.train_isobit import make_run, take_step
@@ -35,11 +36,11 @@ def run(quick, threads, dtypes):
         "dtype",
         "stock DDP s",
         "ours s",
-        "ours / stock",
-        "each round",
+        "ratio",
+        "quartiles",
         "partials",
     )
-    rounds = 3 if quick else 7
+    rounds = ROUNDS if quick else 2 * ROUNDS
     for ranks in RANKS:
         for dtype in dtypes:
             for micro in (1, 4):
@@ -53,9 +54,6 @@ def run(quick, threads, dtypes):
                     )
                     found = torch.load(out)
                 ours, stock = (statistics.median(found[side]) for side in ("isobit", "stock"))
-                each = " ".join(
-                    f"{o / s:.2f}" for o, s in zip(found["isobit"], found["stock"], strict=True)
-                )
                 held = f"{found['peak'] / 2**20:,.0f} MiB"
                 table.add_row(
                     str(ranks),
@@ -63,8 +61,7 @@ def run(quick, threads, dtypes):
                     dtype,
                     f"{stock:.3f}",
                     f"{ours:.3f}",
-                    f"{ours / stock:.2f}",
-                    each,
+                    *Ratio.of(found["stock"], found["isobit"]).cells(),
                     held,
                 )
     console.print(table)

@@ -1,7 +1,8 @@
 """Judge isobit's contracts on this machine and write the evidence that the wheel ships.
 
 Usage:
-    python packaging/ship_evidence.py           judge what has changed (six to seven minutes for all), then write
+    python packaging/ship_evidence.py           judge what has changed (13 minutes for all), then write
+    python packaging/ship_evidence.py --sign KEY   the same, signed: for a release
     python packaging/ship_evidence.py --check   print whether the file matches the code; exit 1 if it does not
 
 Writes src/isobit/library/evidence.json. Commit the code first: the file names the commit. Evidence is kept in
@@ -19,6 +20,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from isobit.contracts.store.evidence import read_private
 from isobit.contracts.store.shipped import FILE, Origin, ShippedEvidence, export, own_entries
 from isobit.contracts.store.sources import installed_version
 from isobit.contracts.store.tree import Tree, library
@@ -41,7 +43,7 @@ def commit() -> str:
     return git("rev-parse", "--short", "HEAD") + ("-modified" if changed else "")
 
 
-def write() -> int:
+def write(key: str | None) -> int:
     """Judge, and write what was found; return 0 if every contract is kept and in the file."""
     if ROOT not in FILE.parents:
         print(f"expected isobit of this checkout, received {FILE.parent}; remedy: ./setup_dev")
@@ -56,7 +58,8 @@ def write() -> int:
         torch=installed_version("torch"),
         python=platform.python_version(),
     )
-    missing = export(workspace.tree, workspace.evidence, origin)
+    signer = read_private(key) if key else None
+    missing = export(workspace.tree, workspace.evidence, origin, signer=signer)
     if missing:
         print(f"no evidence of {', '.join(missing)}", file=sys.stderr)
     return judged.returncode or check()
@@ -82,4 +85,6 @@ def check() -> int:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--check", action="store_true", help="judge nothing and write nothing")
-    sys.exit(check() if parser.parse_args().check else write())
+    parser.add_argument("--sign", metavar="KEY", help="a file with an Ed25519 private key")
+    options = parser.parse_args()
+    sys.exit(check() if options.check else write(options.sign))

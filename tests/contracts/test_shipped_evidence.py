@@ -6,10 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from isobit.cli import main
 from isobit.contracts.options import Options
 from isobit.contracts.store import shipped as store
+from isobit.contracts.store.evidence import sign
 from isobit.contracts.store.shipped import Origin, ShippedEvidence, export
 from isobit.contracts.store.tree import library
 from isobit.contracts.workspace import Workspace
@@ -150,6 +152,78 @@ def test_changed_source_is_noticed(ship, monkeypatch):
     after = ship().shipped.source_digest(ID)
     assert changed.exists()
     assert before != after
+
+
+@pytest.fixture(scope="module")
+def keys():
+    """A key that signs, and another one."""
+    return Ed25519PrivateKey.generate(), Ed25519PrivateKey.generate()
+
+
+def signed_with(key):
+    """Return a change of a record: the signature that a release makes."""
+
+    def change(record):
+        name = key.public_key().public_bytes_raw().hex()
+        signature = sign(key, store.SHIPPED, store.contents(record))
+        record["signature"] = {"key": name, "signature": signature}
+
+    return change
+
+
+def test_a_signature_is_shown_and_can_be_required(ship, keys, capsys):
+    signer, other = keys
+    workspace = ship(signed_with(signer))
+    (entry,) = workspace.choose([ID])
+    name = signer.public_key().public_bytes_raw().hex()
+    assert workspace.status(entry).shipped.signed_by == name
+    assert main.main(["contract", "status", ID]) == 2
+    said = "".join(capsys.readouterr().out.split())
+    assert f"signedbyEd25519key{name}" in said
+    for key, shown in ((signer, True), (other, False)):
+        workspace.require([key.public_key()])
+        assert bool(workspace.status(entry).shipped) == shown
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda r: r["origin"].update(commit="fff0000"),  # something else was signed
+        lambda r: r["signature"].update(signature="0" * 128),
+        lambda r: r["signature"].update(signature=None),
+        lambda r: r["signature"].update(key="00"),
+        lambda r: r["signature"].update(key="0" * 64),
+        lambda r: r.update(signature=[]),
+        lambda r: r.update(signature=None),
+    ],
+)
+def test_a_false_signature_is_not_shown(ship, keys, change):
+    def forge(record):
+        signed_with(keys[0])(record)
+        change(record)
+
+    workspace = ship(forge)
+    (entry,) = workspace.choose([ID])
+    assert workspace.status(entry).shipped is None
+    assert ID in workspace.shipped.stale
+    workspace.require([keys[0].public_key()])
+    assert workspace.status(entry).shipped is None
+
+
+def test_without_cryptography_a_signature_is_named_as_not_checked(ship, keys, monkeypatch):
+    workspace = ship(signed_with(keys[0]))
+    monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives", None)
+    (entry,) = workspace.choose([ID])
+    assert "not checked" in workspace.status(entry).shipped.signed_by
+
+
+def test_export_signs_the_whole_file(ship, exported, keys, tmp_path):
+    workspace = Workspace([library()], exported[0].parent / ".isobit")
+    path = tmp_path / "signed.json"
+    export(workspace.tree, workspace.evidence, ORIGIN, path, signer=keys[0])
+    shipped = ShippedEvidence(workspace.tree, path)
+    assert shipped.is_signed_by(keys[0].public_key())
+    assert not shipped.is_signed_by(keys[1].public_key())
 
 
 def test_export_names_what_was_not_judged(exported):

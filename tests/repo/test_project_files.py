@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 def test_one_version():
     project = (ROOT / "pyproject.toml").read_text()
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert f'version = "{isobit.__version__}"' in project
+    assert 'version = {attr = "isobit.__version__"}' in project
     assert citation["version"] == isobit.__version__
 
 

@@ -18,7 +18,7 @@ from isobit.contracts.store.sources import INTERPRET, engine_variables, machine
 from isobit.contracts.store.tree import HOME, Entry, Tree
 from isobit.errors import ContractError, IsobitError, in_one_line
 from isobit.foundation.engines import LOCAL
-from isobit.foundation.records import ClaimRecord, ContractStatus
+from isobit.foundation.records import ClaimRecord, ContractStatus, Shipped
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -55,6 +55,13 @@ class Workspace:
             if int(blake3(e.id.encode()).hexdigest()[:8], 16) % count == index - 1
         ]
 
+    def _shipped_status(self, entry: Entry, variant: str) -> Shipped | None:
+        """Return what the wheel says of a contract; with required keys, only if one of them signed it."""
+        keys = self.evidence.keys
+        if variant or (keys and not any(map(self.shipped.is_signed_by, keys))):
+            return None
+        return self.shipped.status_of(entry)
+
     def require(self, keys: Sequence[Ed25519PublicKey]) -> None:
         """Count only evidence that one of the keys signed, and ignore caches that may have come with it."""
         self.evidence.keys = tuple(keys)
@@ -85,8 +92,9 @@ class Workspace:
         findings = self.evidence.read(digest, outline)
         if not findings:
             verdict, why = self._without_evidence(entry, variant, digest)
-            shipped = None if variant or self.evidence.keys else self.shipped.status_of(entry)
-            return replace(status, verdict=verdict, detail=why, shipped=shipped)
+            return replace(
+                status, verdict=verdict, detail=why, shipped=self._shipped_status(entry, variant)
+            )
         records: Sequence[ClaimRecord] = merge_records(findings)
         if entry.waivers or (claims and any(r.verdict == "broken" for r in records)):
             contract = self.tree.load(entry.id)

@@ -145,6 +145,7 @@ class Shipped:
     date: str
     torch: str
     python: str
+    signed_by: str = ""  # the public key, in hexadecimal
 
 
 @dataclass(frozen=True)

@@ -137,6 +137,10 @@ def show(found: list[ContractStatus], workspace: Workspace, counting: Sequence[B
             f"shipped evidence: {kept:,} of {len(shipped):,} kept, judged on another machine; not judged on this "
             "machine: isobit verify isobit"
         )
+        engines = " and ".join(sorted({one.engine for one in shipped}))
+        (signer,) = {one.signed_by for one in shipped}
+        signature = f"signed by Ed25519 key {signer}" if signer else "not signed"
+        console.print(f"  on {engines}; {signature}", markup=False)
         show_rungs(
             console, "shipped as kept", Counter(s.level for s in shipped if s.verdict == "kept")
         )

@@ -65,6 +65,12 @@ def read_public(path: str) -> Ed25519PublicKey:
     return key  # type: ignore[no-any-return]
 
 
+def public_key(name: str) -> Ed25519PublicKey:
+    """Return the public key of 64 hexadecimal digits."""
+    keys: type[Ed25519PublicKey] = _library().ed25519.Ed25519PublicKey
+    return keys.from_public_bytes(bytes.fromhex(name))
+
+
 def file_name(evidence: str, key: Ed25519PublicKey) -> str:
     """Return the name of a key's signature of an evidence file; several keys may sign one file."""
     return f"{evidence}.{key.public_bytes_raw().hex()[:32]}.sig"

@@ -10,6 +10,10 @@ Evidence of this machine depends on everything that runs, torch and the processo
 evidence depends on the files in the wheel: the contract, isobit's own source files, the sources of
 the kernels, and the same of the contracts that it depends on. If one of them differs from what was
 judged, the evidence is stale and is not shown.
+
+A release signs the file (`packaging/ship_evidence.py --sign KEY`): the signature is over all of it, and the public key
+is in the documentation, not in the wheel. With the package cryptography, evidence whose signature is false is not
+shown; without it, the key is named as not checked.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
@@ -31,17 +35,28 @@ from isobit.contracts.store.evidence import (
     chain,
     check_form,
     finding_from,
+    is_signed,
     merge_records,
+    public_key,
+    sign,
 )
 from isobit.contracts.store.opened_files import ABSENT
 from isobit.contracts.store.sources import ROOT, hash_text
 from isobit.contracts.store.tree import Entry, Tree, library
+from isobit.errors import EngineError
 from isobit.foundation import files
 from isobit.foundation.records import Shipped
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import (
+        Ed25519PrivateKey,
+        Ed25519PublicKey,
+    )
 
 FILE = library() / "evidence.json"
 FORM = 1
 LARGEST = 16 << 20  # bytes
+SHIPPED = "shipped"  # in a signature, where one of a chain has the digest of a contract
 
 
 @dataclass(frozen=True)
@@ -77,6 +92,7 @@ class ShippedEvidence:
         if known is None or not is_own(entry):
             return None
         try:
+            signed_by = self.signed_by()
             lines = [line.encode("ascii") for line in known["lines"]]
             check_form(json.loads(lines[0]))
             if known["kernels"] != kernel_sources():
@@ -94,7 +110,26 @@ class ShippedEvidence:
         level = ladder.contract_level(entry.outline(), records)
         if weak != "kept":
             verdict, level = ladder.worst([verdict, "could-not-run"]), 0
-        return Shipped(verdict, level, engine=finding.engine, **asdict(origin))
+        return Shipped(verdict, level, engine=finding.engine, signed_by=signed_by, **asdict(origin))
+
+    def signed_by(self) -> str:
+        """Return the key that signed the file, in hexadecimal; empty if none did. A false signature raises."""
+        if "signature" not in self._read():
+            return ""
+        name = str(self._read()["signature"]["key"])
+        try:
+            key = public_key(name)
+        except EngineError:
+            return f"{name} (not checked: pip install cryptography)"
+        if not self.is_signed_by(key):
+            raise NotEvidence("the signature of the file is false")
+        return name
+
+    def is_signed_by(self, key: Ed25519PublicKey) -> bool:
+        """Return whether the holder of a key signed the whole file."""
+        signature = self._read().get("signature")
+        text = signature.get("signature") if isinstance(signature, dict) else None
+        return isinstance(text, str) and is_signed(key, SHIPPED, contents(self._read()), text)
 
     def _weakest(self, entry: Entry) -> str:
         """Return the worst shipped verdict of the contracts that one depends on."""
@@ -146,7 +181,19 @@ def kernel_sources() -> str:
         return ""
 
 
-def export(tree: Tree, evidence: Evidence, origin: Origin, path: Path = FILE) -> list[str]:
+def contents(record: dict[str, Any]) -> str:
+    """Return the digest of all that a file says, its signature left out."""
+    said = {name: part for name, part in record.items() if name != "signature"}
+    return blake3(json.dumps(said, sort_keys=True).encode()).hexdigest()
+
+
+def export(
+    tree: Tree,
+    evidence: Evidence,
+    origin: Origin,
+    path: Path = FILE,
+    signer: Ed25519PrivateKey | None = None,
+) -> list[str]:
     """Write the evidence of this machine as the file that is shipped; return the contracts that it lacks."""
     shipped, missing = ShippedEvidence(tree, path), []
     contracts: dict[str, Any] = {}
@@ -160,7 +207,12 @@ def export(tree: Tree, evidence: Evidence, origin: Origin, path: Path = FILE) ->
             "kernels": kernel_sources(),
             "lines": [line.decode("ascii") for line in chain(finding)],
         }
-    record = {"form": FORM, "origin": asdict(origin), "contracts": contracts}
+    record: dict[str, Any] = {"form": FORM, "origin": asdict(origin), "contracts": contracts}
+    if signer is not None:
+        record["signature"] = {
+            "key": signer.public_key().public_bytes_raw().hex(),
+            "signature": sign(signer, SHIPPED, contents(record)),
+        }
     files.write_text(path, json.dumps(record, indent=1) + "\n")
     return missing
 

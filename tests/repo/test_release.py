@@ -1,0 +1,174 @@
+"""A release is refused unless its commit is ready; its archives hold nothing of the machine; records name their sources."""
+
+import gzip
+import io
+import json
+import runpy
+import shutil
+import subprocess
+import tarfile
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+import isobit
+from benchmarks import records
+from benchmarks.ratios import Ratio
+
+ROOT = Path(__file__).parents[2]
+RELEASE = runpy.run_path(str(ROOT / "packaging/release.py"))
+
+
+def test_there_is_one_version():
+    assert RELEASE["find_version"]() == isobit.__version__
+    faults = [
+        fault
+        for fault in RELEASE["faults_of"](isobit.__version__)
+        if "signed" not in fault and ".pub" not in fault and "CHANGELOG" not in fault
+    ]
+    assert faults == []
+
+
+@pytest.fixture
+def ready(tmp_path):
+    """A checkout that can be released, as far as its files say."""
+    for name in ("CITATION.cff", "README.md", "src/isobit/__init__.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    shutil.copytree(ROOT / "docs/how-to", tmp_path / "docs/how-to")
+    version = isobit.__version__
+    (tmp_path / "CHANGELOG.md").write_text(f"# Changelog\n\n## {version} (2026-01-31)\n\n- one\n")
+    (tmp_path / "docs/reference/keys").mkdir(parents=True)
+    (tmp_path / f"docs/reference/keys/isobit-{version}.pub").write_text("a key")
+    (tmp_path / "src/isobit/library").mkdir()
+    (tmp_path / "src/isobit/library/evidence.json").write_text('{"signature": {}}')
+    return tmp_path
+
+
+def replace(path, old, new):
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+def test_a_commit_that_is_ready_has_no_fault(ready):
+    assert RELEASE["faults_of"](isobit.__version__, ready) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (lambda p: replace(p / "CITATION.cff", isobit.__version__, "0.0.9"), "CITATION.cff"),
+        (lambda p: replace(p / "CHANGELOG.md", "(2026-01-31)", "(not released yet)"), "CHANGELOG"),
+        (lambda p: replace(p / "CHANGELOG.md", isobit.__version__, "9.9.9"), "CHANGELOG"),
+        (lambda p: replace(p / "README.md", f"isobit-{isobit.__version__}", "isobit-0.0.9"), "README"),
+        (lambda p: (p / "src/isobit/library/evidence.json").write_text("{}"), "not signed"),
+        (lambda p: next((p / "docs/reference/keys").iterdir()).unlink(), "there is no docs/reference"),
+    ],
+)  # fmt: skip
+def test_a_commit_that_is_not_ready_is_refused(ready, change, word):
+    change(ready)
+    (fault,) = RELEASE["faults_of"](isobit.__version__, ready)
+    assert word in fault
+
+
+def pack(path, names, seconds, owner):
+    """Write an archive as setuptools does: times, owners and modes of the machine."""
+    with tarfile.open(path, "w:gz") as archive:
+        for name in names:
+            data = name.encode() * 100
+            info = tarfile.TarInfo(name)
+            info.size, info.mtime, info.uid, info.uname = len(data), seconds, len(owner), owner
+            info.mode = 0o664 if seconds % 2 else 0o600
+            archive.addfile(info, io.BytesIO(data))
+
+
+def test_archives_are_equal_whoever_made_them(tmp_path):
+    one, other = tmp_path / "a.tar.gz", tmp_path / "b.tar.gz"
+    pack(one, ["x/a", "x/b"], 1000, "someone")
+    pack(other, ["x/b", "x/a"], 2001, "somebody else")
+    assert one.read_bytes() != other.read_bytes()
+    for path in (one, other):
+        RELEASE["make_plain"](path, 1_700_000_000)
+    assert one.read_bytes() == other.read_bytes()
+    with tarfile.open(one) as archive:
+        assert [(m.name, m.uname, m.mode) for m in archive] == [
+            ("x/a", "", 0o644),
+            ("x/b", "", 0o644),
+        ]
+        assert archive.extractfile("x/b").read() == b"x/b" * 100
+    assert b"some" not in gzip.decompress(one.read_bytes())
+
+
+def test_digits_of_a_key(tmp_path):
+    key = Ed25519PrivateKey.generate().public_key()
+    path = tmp_path / "key.pub"
+    form = serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
+    path.write_bytes(key.public_bytes(*form) + b" a comment\n")
+    assert RELEASE["key_digits"](path) == key.public_bytes_raw().hex()
+
+
+def stored():
+    return {path.stem: json.loads(path.read_text()) for path in records.RECORDS.glob("*.json")}
+
+
+def test_every_record_has_a_command_and_the_reverse():
+    assert set(stored()) == set(records.COMMANDS)
+
+
+@pytest.mark.parametrize("name", sorted(records.COMMANDS))
+def test_a_record_is_of_the_sources_that_it_says(name):
+    record = stored()[name]
+    known = subprocess.run(
+        ["git", "cat-file", "-e", f"{record['commit']}^{{commit}}"], cwd=ROOT, capture_output=True
+    )
+    if known.returncode:
+        pytest.skip("this clone does not have that commit")
+    if "sources" in record:  # records of older benchmarks name their commit alone
+        assert record["sources"] == records.sources_digest(record["commit"])
+
+
+def test_sources_are_told_apart(monkeypatch):
+    """The digest covers the package, its kernels and the benchmarks, and not what is made from them."""
+    listed = []
+    monkeypatch.setattr(records, "git", lambda *words: "\n".join(listed))
+    listed[:] = ["100644 blob aa\tsrc/isobit/bits.py"]
+    first = records.sources_digest()
+    listed.append("100644 blob bb\tsrc/isobit/library/evidence.json")
+    assert records.sources_digest() == first
+    listed[0] = "100644 blob ab\tsrc/isobit/bits.py"
+    assert records.sources_digest() != first
+
+
+def test_all_goes_on_where_it_was_and_past_a_failure(monkeypatch, tmp_path, capsys):
+    made = []
+
+    def make(name):
+        made.append(name)
+        if name == "model":
+            raise subprocess.CalledProcessError(1, name)
+        records.save(name, {"commit": "x", "sources": "now"})
+
+    monkeypatch.setattr(records, "make", make)
+    monkeypatch.setattr(records, "RECORDS", tmp_path)
+    monkeypatch.setattr(records, "sources_digest", lambda *a: "now")
+    monkeypatch.setattr(records, "modified_sources", lambda: "")
+    wanted = ["linear", "model", "step"]
+    records.save("linear", {"commit": "x", "sources": "now"})
+    assert records.main([*wanted, "--all"]) == 1
+    assert made == ["model", "step"]
+    assert "1 of 2 records made; failed: ['model']" in capsys.readouterr().out
+    monkeypatch.setattr(records, "modified_sources", lambda: "M src/isobit/bits.py")
+    with pytest.raises(SystemExit):
+        records.main([*wanted, "--all"])
+
+
+def test_a_ratio_near_one_is_about_one_and_few_rounds_are_none():
+    assert Ratio.of([1.0] * 7, [0.5] * 7).cells() == ("2.00", "2.00 to 2.00")
+    near = Ratio.of([0.9, 0.95, 1.0, 1.0, 1.05, 1.1, 1.2], [1.0] * 7)
+    assert near.cells() == ("about 1", "0.95 to 1.10")
+    assert Ratio.mean([Ratio((2.0,) * 7), Ratio((0.5,) * 9)]).rounds == (1.0,) * 7
+    with pytest.raises(ValueError, match="7 rounds"):
+        Ratio.of([1.0] * 6, [1.0] * 6).cells()
