@@ -161,7 +161,7 @@ def try_wheel(folder: Path, files: Path, version: str, is_rehearsal: bool) -> Pa
     isobit = python.with_name("isobit")
     print(run(isobit, "doctor", env=no_compiler, cwd=folder))
     key = ROOT / "docs/reference/keys" / f"isobit-{version}.pub"
-    words = ("contract", "status", "isobit")
+    words: tuple[str, ...] = ("contract", "status", "isobit")
     if not is_rehearsal:
         words = (*words, "--require-signature", str(key))
     status = subprocess.run(
@@ -193,7 +193,7 @@ def list_components(tools: Path, python: Path, target: Path) -> None:
 
 def main() -> int:
     """Build, compare, try and write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--folder", type=Path, default=ROOT / "dist" / "release")
     parser.add_argument("--rehearse", action="store_true", help="the commit need not be ready")
     options = parser.parse_args()

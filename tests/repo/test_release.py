@@ -1,4 +1,4 @@
-"""A release is refused unless its commit is ready; its archives hold nothing of the machine; records name their sources."""
+"""A release is refused unless its commit is ready; archives hold nothing of the machine; records name their sources."""
 
 import gzip
 import io
