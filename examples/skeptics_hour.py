@@ -30,11 +30,12 @@ WRONG = """
 import torch
 
 
-def linear(x, weight):
+def linear(x, weight, bias=None):
     half = x.shape[-1] // 2
     low, high = x[..., :half] @ weight[:, :half].mT, x[..., half:] @ weight[:, half:].mT
     whole = x @ weight.mT
-    return whole if x.shape[0] % 2 else low + high
+    whole = whole if x.shape[0] % 2 else low + high
+    return whole if bias is None else whole + bias
 """
 
 
@@ -91,11 +92,11 @@ def model(options, folder):
 
 def training(options, folder):
     """A training run has one curve on any ranks and micro-batches."""
-    layouts = ("1x1x1", "1x4x1", "2x2x1", "4x1x1", "1x1x2", "ddp:2x2x1", "fsdp:2x2x1")
+    layouts = ("1x1x1", "1x4x1", "2x2x1", "4x1x1", "1x1x2", "ddp:2x2x1", "fsdp2:2x2x1")
     words = ("gate", "training", "--workload", "tiny", "--dtype", "fp32", "bf16", "--stock")
     found = json.loads(run(*ISOBIT, *words, "--json", "-q", "--layouts", *layouts))
-    ours = [one for one in found["verdicts"] if one["engine"] != "stock"]
-    stock = [one for one in found["verdicts"] if one["engine"] == "stock"]
+    ours = [one for one in found["verdicts"] if one["side"] != "stock"]
+    stock = [one for one in found["verdicts"] if one["side"] == "stock"]
     expect(ours and all(one["weights"] == 1 for one in ours), str(found["verdicts"]))
     expect(any(one["weights"] > 1 for one in stock), f"the control did not fail: {stock}")
     return "; ".join(
@@ -116,7 +117,7 @@ def processes(options, folder):
 
 def sabotage(options, folder):
     """The contract of linear is kept here, and catches every kernel that was planted in it."""
-    words = ("verify", "linear-v1", "--again", "--level", "L2", "--evidence", folder / "evidence")
+    words = ("verify", "matmul-kernel-v1", "--again", "--level", "L2", "--evidence", folder / "evidence")
     found = json.loads(run(*ISOBIT, *words, "--json", "-q"))
     claims = [claim for one in found["contracts"] for claim in one["claims"]]
     planted = [one for claim in claims for one in claim["planted"]]
@@ -150,7 +151,8 @@ def certificate(options, folder):
     broken = run(*words, f"{kernels / 'matmul.py'}:split_k_by_rows", expected=1)
     expect("depends on the number of rows" in " ".join(broken.split()), broken[-300:])
     kept = run(*words, f"{kernels / 'softmax.py'}:softmax", expected=0)
-    return f"rejected; {kept.splitlines()[0]}"
+    expect("one expression" in " ".join(kept.split()).lower() or "same expression" in kept, kept[-300:])
+    return "split-K rejected; softmax has one expression in every configuration"
 
 
 def deadlock(options, folder):

@@ -2,6 +2,8 @@
 
 import os
 import subprocess
+import sys
+import textwrap
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -153,3 +155,26 @@ def test_a_refusal_on_a_rank_is_not_nested():
     assert isinstance(caught.value.__cause__, UnsupportedError)
     assert str(caught.value).count("expected ") == str(caught.value).count("remedy: ") == 1
     assert "--ranks" in caught.value.remedy
+
+
+def test_ranks_that_enable_a_model_first_do_not_wait_for_one_another():
+    """`enable` reads sources, and asks for files again and again under a lock: that is no loop that waits for a file.
+
+    In a process of its own: only the first call of a process reads sources.
+    """
+    program = textwrap.dedent("""
+        from isobit import enable
+        from isobit.simulator import World
+        from transformers import Qwen3Config, Qwen3ForCausalLM
+
+        sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, head_dim=16, vocab_size=64)
+        config = Qwen3Config(**sizes, num_attention_heads=2, num_key_value_heads=1)
+
+        def first(rank):
+            return type(enable(Qwen3ForCausalLM(config).eval())).__name__
+
+        print(World(4, patience=30).run(first).values)
+    """)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("Qwen3ForCausalLM") == 4

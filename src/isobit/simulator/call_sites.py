@@ -12,6 +12,8 @@ PYTHON = os.path.dirname(os.__file__)
 TORCH = os.path.dirname(torch.__file__)
 INSTALLED = os.path.dirname(TORCH)
 SIMULATOR = os.path.dirname(__file__)
+# Libraries: what is installed beside torch, and isobit, which may be a checkout.
+LIBRARIES = (INSTALLED, os.path.dirname(SIMULATOR))
 IMPORT = "<frozen importlib._bootstrap>"
 # Files of torch through which a program calls torch.distributed.
 FUNCTIONS = (
@@ -96,7 +98,7 @@ def called_by_program(frame: FrameType | None) -> bool:
     A library, or an import, may hold a lock that does not pass the baton while another strand waits for it.
     """
     frame = skip_pass_through(frame)
-    if frame is None or frame.f_code.co_filename.startswith(INSTALLED):
+    if frame is None or frame.f_code.co_filename.startswith(LIBRARIES):
         return False
     while frame is not None:
         if frame.f_code.co_filename == IMPORT:
