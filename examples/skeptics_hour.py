@@ -117,7 +117,15 @@ def processes(options, folder):
 
 def sabotage(options, folder):
     """The contract of linear is kept here, and catches every kernel that was planted in it."""
-    words = ("verify", "matmul-kernel-v1", "--again", "--level", "L2", "--evidence", folder / "evidence")
+    words = (
+        "verify",
+        "matmul-kernel-v1",
+        "--again",
+        "--level",
+        "L2",
+        "--evidence",
+        folder / "evidence",
+    )
     found = json.loads(run(*ISOBIT, *words, "--json", "-q"))
     claims = [claim for one in found["contracts"] for claim in one["claims"]]
     planted = [one for claim in claims for one in claim["planted"]]
@@ -151,7 +159,9 @@ def certificate(options, folder):
     broken = run(*words, f"{kernels / 'matmul.py'}:split_k_by_rows", expected=1)
     expect("depends on the number of rows" in " ".join(broken.split()), broken[-300:])
     kept = run(*words, f"{kernels / 'softmax.py'}:softmax", expected=0)
-    expect("one expression" in " ".join(kept.split()).lower() or "same expression" in kept, kept[-300:])
+    expect(
+        "one expression" in " ".join(kept.split()).lower() or "same expression" in kept, kept[-300:]
+    )
     return "split-K rejected; softmax has one expression in every configuration"
 
 

@@ -96,6 +96,7 @@ TESTED = {
     "accelerate_accumulation.py"
 }  # its functions are run by tests/integrations/test_accelerate.py
 LONG = {"zero_kl.py", "one_curve.py"}  # tens of seconds; zero_kl.py is the README's picture
+LONG |= {"skeptics_hour.py"}  # its parts are run by test_skeptics_hour.py
 FULL = NEED_TRL | NEED_VLLM | TESTED | LONG
 EXAMPLES = [
     pytest.param(path, marks=[pytest.mark.full] * (path.name in FULL), id=path.name)
