@@ -130,9 +130,8 @@ def derived_of(table: Tensor, derive: Callable[[Any], T]) -> T:
     Raises:
         UnsupportedError: As `values_of`.
     """
-    known: dict[Any, Any]
-    version, values, known = getattr(table, _VALUES, (None, None, {}))
-    if values is None or version != table._version:
+    version, values, known = getattr(table, _VALUES, (None, None, None))
+    if known is None or version != table._version:
         if is_capturing():
             refuse_capture("a table that isobit did not make")
         return derive(table.tolist())
