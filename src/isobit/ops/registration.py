@@ -158,9 +158,10 @@ def launch(
 
 def executor_of(name: str, dtype: torch.dtype, given: tuple[Any, ...]) -> str:
     """Return the executor of a call, "triton", "native" or "portable", after it is registered and attested."""
-    if executors.is_asked_for(given):
+    is_backend = backends.chosen() is not None
+    if is_backend or executors.is_asked_for(given):
         executors.prepare(name, dtype)
-        if backends.chosen() is None:
+        if not is_backend:
             require_attested(name, dtype, given)
         return "triton"
     return "native" if name not in _without_kernel and dispatch.is_native(dtype) else "portable"

@@ -84,27 +84,24 @@ def without_dispatcher(name: str, given: tuple[Any, ...]) -> Callable[..., Any] 
     None if something may watch or change the call: a mode, a profiler, a trace, a transform of torch.func, a subclass
     of Tensor, a lazy negation, or a number that is converted. Ask only without gradients, and not in torch.compile.
     """
-    if name not in _functions or is_watched():
+    if (
+        name not in _functions
+        or _count_modes()
+        or _count_function_modes()
+        or _transform() is not None
+        or _is_profiled()
+        or _trace() is not None
+    ):
         return None
     types = tuple(map(type, given))
     tensors = _tensors[name].get(types)
     if tensors is None:
         tensors = _tensors[name][types] = tensors_if_passed_on(name, types)
     for at in tensors:
-        if given[at].is_neg() or given[at]._is_zerotensor():
+        tensor = given[at]
+        if tensor.is_neg() or tensor._is_zerotensor():
             return None
     return _functions[name] if tensors else None
-
-
-def is_watched() -> bool:
-    """Return whether a mode, a transform, a profiler or a trace of torch sees the calls of operators."""
-    return bool(
-        _count_modes()
-        or _count_function_modes()
-        or _transform() is not None
-        or _is_profiled()
-        or _trace() is not None
-    )
 
 
 def tensors_if_passed_on(name: str, types: tuple[type, ...]) -> tuple[int, ...]:
