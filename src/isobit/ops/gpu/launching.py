@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -86,13 +87,16 @@ def check_gpu(device: torch.device) -> None:
         )
 
 
+known_target = lru_cache(maxsize=64)(target_of_device)  # asked before every launch
+
+
 def target_of(tensor: Tensor) -> str:
     """Return the GPU that kernels on a tensor are for, such as "sm_90" or "gfx942"."""
     backend = backends.chosen()
     if backend is not None:
         return backend.target
     check_gpu(tensor.device)
-    return target_of_device(tensor.device)
+    return known_target(tensor.device)
 
 
 # How the elements of a call are shared out over programs, for functions of one element.
