@@ -324,6 +324,8 @@ def test_what_the_dispatcher_would_change_goes_through_it(dispatched):
         with FakeTensorMode() as mode:
             fake = isobit.linear(mode.from_tensor(X), mode.from_tensor(MATRIX))
         assert type(fake).__name__ == "FakeTensor"
+        shape = isobit.linear(X.to("meta"), MATRIX.to("meta")).shape
+        assert (shape, dispatched[False]) == ((3, 5), 5)
 
 
 def test_transforms_and_tangents_are_refused_as_before(dispatched):

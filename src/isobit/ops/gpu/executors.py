@@ -82,7 +82,8 @@ def without_dispatcher(name: str, given: tuple[Any, ...]) -> Callable[..., Any] 
     """Return the function of `isobit::triton_<name>` if torch's dispatcher would call it with `given` as they are.
 
     None if something may watch or change the call: a mode, a profiler, a trace, a transform of torch.func, a subclass
-    of Tensor, a lazy negation, or a number that is converted. Ask only without gradients, and not in torch.compile.
+    of Tensor, a tensor without memory, a lazy negation, or a number that is converted. Ask only without gradients, and
+    not in torch.compile.
     """
     if (
         name not in _functions
@@ -99,7 +100,7 @@ def without_dispatcher(name: str, given: tuple[Any, ...]) -> Callable[..., Any] 
         tensors = _tensors[name][types] = tensors_if_passed_on(name, types)
     for at in tensors:
         tensor = given[at]
-        if tensor.is_neg() or tensor._is_zerotensor():
+        if tensor.is_meta or tensor.is_neg() or tensor._is_zerotensor():
             return None
     return _functions[name] if tensors else None
 
