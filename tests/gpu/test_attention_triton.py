@@ -181,8 +181,8 @@ def test_split_keys_are_one_fold_and_a_prefill(small_chunks, monkeypatch, how):
     q, k, v = problem(6, 300)
     given = {"is_causal": True, **how}
     launched = []
-    real = executor.run
-    monkeypatch.setattr(executor, "run", lambda *a, **o: (launched.append(a[0]), real(*a, **o)))
+    real = executor.start
+    monkeypatch.setattr(executor, "start", lambda *a: (launched.append(a[0]), real(*a)))
     with executing("interpreter"):
         split = isobit.attention(q, k, v, **given)
         assert launched == [executor.attention_chunks, executor.merge_chunks]

@@ -3,6 +3,7 @@
 1. Contexts nest, belong to a thread, and end with an error.
 2. A call under a backend, or with a tensor on a GPU, is a launch of the executor "triton", or it is refused.
 3. Triton is imported on first use, and its absence has a remedy.
+4. Without gradients a call leaves torch's dispatcher out, unless something watches it or an argument is not plain.
 """
 
 import subprocess
@@ -13,6 +14,8 @@ from importlib import import_module
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
@@ -229,3 +232,140 @@ def test_triton_is_imported_on_first_use_and_its_absence_has_a_remedy():
         [sys.executable, "-c", FIRST_USE], capture_output=True, text=True, check=True
     )
     assert "pip install triton" in found.stdout
+
+
+# ---- without the dispatcher ---------------------------------------------------------------------
+@pytest.fixture
+def dispatched(monkeypatch):
+    """Count the calls of an executor that came through torch's dispatcher, and those that did not."""
+    found = {True: 0, False: 0}
+    real = executors.without_dispatcher
+
+    def watched(name, given):
+        function = real(name, given)
+        found[function is None] += 1
+        return function
+
+    monkeypatch.setattr(executors, "without_dispatcher", watched)
+    with isobit.certifying.executing("interpreter", target="sm_90"):
+        yield found
+
+
+MATRIX, HEADS = torch.randn(5, 24), torch.randn(1, 70, 2, 16)
+CALLS = {
+    "linear": lambda x: isobit.linear(x, MATRIX),
+    "rms_norm": lambda x: isobit.rms_norm(x, W),
+    "silu": isobit.silu,
+    "attention": lambda x: isobit.attention(HEADS * x[0, 0], HEADS, HEADS, is_causal=True),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_plain_call_leaves_the_dispatcher_out(dispatched, name):
+    """It has the bits of the call with gradients, which the dispatcher makes, and its result is no tracked view."""
+    with torch.no_grad():
+        plain = CALLS[name](X)
+    assert dispatched == {True: 0, False: 1}
+    assert isobit.bits.equal(CALLS[name](X.clone().requires_grad_()).detach(), plain)
+    assert not plain._is_view()
+    plain += torch.ones(
+        (), requires_grad=True
+    )  # torch refuses this for a view that was made without gradients
+
+
+class Watching(TorchDispatchMode):
+    """Keep the names of the operators that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+class WatchingFunctions(TorchFunctionMode):
+    """Do nothing, in the way of every function of torch."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_and_a_profiler_see_the_operator(dispatched):
+    with torch.no_grad(), Watching() as mode:
+        CALLS["linear"](X)
+    assert "isobit::triton_linear" in mode.names
+    with torch.no_grad(), torch.profiler.profile() as profile:
+        CALLS["linear"](X)
+    assert "isobit::triton_linear" in {event.name for event in profile.events()}
+    with torch.no_grad(), WatchingFunctions():
+        CALLS["linear"](X)
+    assert dispatched == {True: 3, False: 0}
+
+
+def test_what_the_dispatcher_would_change_goes_through_it(dispatched):
+    """A lazy negation, a zero without memory, a subclass, and a number that the schema converts."""
+    negated = torch._neg_view(X)
+    assert negated.is_neg()
+    with torch.no_grad():
+        assert isobit.bits.equal(isobit.linear(negated, MATRIX), isobit.linear(-X, MATRIX))
+        assert dispatched == {True: 1, False: 1}
+        isobit.linear(torch._efficientzerotensor((3, 24)), MATRIX)
+        assert dispatched == {True: 2, False: 1}
+        whole = isobit.rms_norm(X, W, eps=1)  # an int; the operator takes a float
+        assert isobit.bits.equal(whole, isobit.rms_norm(X, W, eps=1.0))
+        given = (X, W, 1, None, True, 0)
+        assert executors.without_dispatcher("rms_norm", given) is None
+        assert executors.without_dispatcher("rms_norm", (X, W, 1.0, *given[3:])) is not None
+        assert executors.without_dispatcher("rms_norm", (*given, 0)) is None
+        parameter = torch.nn.Parameter(MATRIX)
+        assert isobit.bits.equal(isobit.linear(X, parameter), isobit.linear(X, MATRIX))
+        with FakeTensorMode() as mode:
+            fake = isobit.linear(mode.from_tensor(X), mode.from_tensor(MATRIX))
+        assert type(fake).__name__ == "FakeTensor"
+        shape = isobit.linear(X.to("meta"), MATRIX.to("meta")).shape
+        assert (shape, dispatched[False]) == ((3, 5), 5)
+
+
+def test_transforms_and_tangents_are_refused_as_before(dispatched):
+    with torch.no_grad():
+        with pytest.raises(UnsupportedError, match="vmap"):
+            torch.func.vmap(lambda x: isobit.linear(x, MATRIX))(X)
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(X, X)
+            with pytest.raises(UnsupportedError, match="forward-mode"):
+                isobit.linear(dual, MATRIX)
+
+
+def test_rows_outside_of_samples_are_zero_and_others_are_not_filled(dispatched):
+    """Memory is poisoned in tests: rows that a kernel leaves out would be NaN."""
+    padded = isobit.Samples.padded([3, 2], width=4)
+    q = torch.randn(2, 4, 1, 16)
+    with torch.no_grad():
+        y = isobit.attention(q, q, q, is_causal=True, q_samples=padded, k_samples=padded)
+        assert not y[0, 3:].any()
+        assert not y[1, 2:].any()
+        alone = isobit.attention(q[1:, :2], q[1:, :2], q[1:, :2], is_causal=True)
+        assert isobit.bits.equal(y[1:, :2], alone)
+        whole = isobit.attention(q, q, q, is_causal=True)
+    assert whole.isfinite().all()
+
+
+def test_plans_of_sizes_do_not_mix(dispatched):
+    """Signs of a zero scale and sizes with as many rows have results of their own."""
+    with torch.no_grad():
+        for scale in (0.0, -0.0, 1.0):
+            y = isobit.attention(HEADS, HEADS, HEADS, is_causal=True, scale=scale)
+            with backends.use(None):
+                want = isobit.attention(HEADS, HEADS, HEADS, is_causal=True, scale=scale)
+            assert isobit.bits.equal(y, want)
+        for size in ((6, 24), (2, 3, 24), (3, 2, 24), (1, 6, 24)):
+            x = torch.randn(size)
+            y = isobit.linear(x, MATRIX)
+            assert (y.shape, y.stride()) == (
+                torch.empty(*size[:-1], 5).shape,
+                torch.empty(*size[:-1], 5).stride(),
+            )
+            with backends.use(None):
+                assert isobit.bits.equal(y, isobit.linear(x, MATRIX))

@@ -3,6 +3,8 @@
 Nothing is run for the first half: launches of a model's layers are compared with those of the attestation.
 """
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -12,9 +14,13 @@ import isobit
 from benchmarks.kernel_launches import Model, Recording, product_operators, record
 from isobit import bits
 from isobit.foundation import backends
+from isobit.ops.attention import tiles as attention_tiles
+from isobit.ops.attention import triton as heads
 from isobit.ops.gpu import shipped_forms
 from isobit.ops.gpu.attestation import attest_operator, compare
 from isobit.ops.gpu.executors import OPERATORS
+from isobit.ops.linear import tiles as linear_tiles
+from isobit.ops.linear import triton as executor
 from isobit.order.engines import ENGINE_OF_TARGET
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
@@ -70,6 +76,31 @@ def test_every_form_of_a_model_is_attested(target, monkeypatch):
     }
     assert len(run) >= 20
     assert run <= known, sorted(run - known, key=str)
+
+
+def tiles_of(target):
+    """Return the cells of the page's table for a target."""
+    for kind in ("one tile of rows", "few rows", "many rows", "weight gradient"):
+        tile = linear_tiles.tile_of(kind, BF16, target)
+        yield f"{tile.rows}×{tile.columns}×{tile.depth}"
+    for use in ("few queries", "many queries", "gradient"):
+        yield str(attention_tiles.tile_of(use, BF16, target, 256).rows)
+
+
+def test_the_page_has_the_tiles_that_are_shipped():
+    """For each target of its columns; the limits of rows are in the names of its lines."""
+    page = (Path(__file__).parents[2] / "docs/explanation/gpu-executors.md").read_text()
+    lines = page.partition("| form |")[2].splitlines()
+    names, table = lines[0], [line.split("|")[2:-1] for line in lines[2:9]]
+    found = {
+        target: [row[at].strip() for row in table]
+        for at, column in enumerate(names.split("|")[:-1])
+        for target in column.strip().split(", ")
+    }
+    assert len(found) == 8
+    assert all(found[target] == list(tiles_of(target)) for target in found), found
+    assert (f"{executor.MANY_ROWS} rows or more" in page, executor.MANY_ROWS) == (True, 128)
+    assert heads.FEW_ROWS == 16
 
 
 def test_a_form_that_is_left_out_is_seen(monkeypatch):

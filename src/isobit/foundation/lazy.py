@@ -42,14 +42,18 @@ def attach(
         home = homes[name]
         if home == package:
             return import_module(f"{package}.{name}")
-        # This runs before every call of an operator. A module that another thread still imports may have the name and
-        # not yet the operator's gradient, which it registers last: import_module waits for that thread.
+        # A module that another thread still imports may have the name and not yet the operator's gradient, which it
+        # registers last: import_module waits for that thread.
         module = sys.modules.get(home)
         if module is None or module.__spec__ is None or module.__spec__._initializing:  # type: ignore[attr-defined]
             module = import_module(home)
         if not hasattr(module, name):  # a module of another package
             return import_module(f"{home}.{name}")
-        return getattr(module, name)
+        found = getattr(module, name)
+        if home.startswith("isobit.ops.") and not module.__spec__._initializing:  # type: ignore[union-attr]
+            # Operators are called by every layer: the next call finds it without this function.
+            setattr(sys.modules[package], name, found)
+        return found
 
     def __dir__() -> "list[str]":
         return sorted(homes)

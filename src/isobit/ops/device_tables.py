@@ -101,7 +101,7 @@ def copied(values: Sequence[Any], shape: tuple[int, ...], device: torch.device) 
     else:
         table = torch.tensor(values, dtype=torch.int64, device=device).reshape(shape)
     if not table.is_inference():
-        setattr(table, _VALUES, (table._version, values))
+        setattr(table, _VALUES, (table._version, values, {}))
     return table
 
 
@@ -116,9 +116,25 @@ def values_of(table: Tensor) -> Any:
     Raises:
         UnsupportedError: If they must be read from a GPU while a graph is captured.
     """
-    version, values = getattr(table, _VALUES, (None, None))
-    if values is not None and version == table._version:
-        return values
-    if is_capturing():
-        refuse_capture("a table that isobit did not make")
-    return table.tolist()
+    return derived_of(table, as_given)
+
+
+def as_given(values: Any) -> Any:
+    """Return values as they are."""
+    return values
+
+
+def derived_of(table: Tensor, derive: Callable[[Any], T]) -> T:
+    """Return what `derive` makes of the numbers of a table, made once for a table that is kept.
+
+    Raises:
+        UnsupportedError: As `values_of`.
+    """
+    version, values, known = getattr(table, _VALUES, (None, None, None))
+    if known is None or version != table._version:
+        if is_capturing():
+            refuse_capture("a table that isobit did not make")
+        return derive(table.tolist())
+    if derive not in known:
+        known[derive] = derive(values)
+    return known[derive]  # type: ignore[no-any-return]

@@ -137,9 +137,17 @@ def launch(
         launches.record(
             name, executor, chosen, sizes if isinstance(sizes, tuple) else sizes(given[0])
         )
+    is_followed = torch.is_grad_enabled() or torch.compiler.is_compiling()
+    if executor == "triton" and not is_followed:
+        function = executors.without_dispatcher(name, given)
+        if function is not None:
+            check_derivatives(name, given)
+            with (
+                torch._C._AutoDispatchBelowAutograd()
+            ):  # as within an operator: its views are not tracked
+                return function(*given)
     # The overload itself: its packet would look for it at every call.
     operator = getattr(torch.ops.isobit, PREFIXES[executor] + name).default
-    is_followed = torch.is_grad_enabled() or torch.compiler.is_compiling()
     if is_followed or operator not in _with_python_formula:
         return operator(*given)
     # Without gradients a formula in Python only checks, and costs tens of microseconds.
@@ -150,9 +158,10 @@ def launch(
 
 def executor_of(name: str, dtype: torch.dtype, given: tuple[Any, ...]) -> str:
     """Return the executor of a call, "triton", "native" or "portable", after it is registered and attested."""
-    if executors.is_asked_for(given):
+    is_backend = backends.chosen() is not None
+    if is_backend or executors.is_asked_for(given):
         executors.prepare(name, dtype)
-        if backends.chosen() is None:
+        if not is_backend:
             require_attested(name, dtype, given)
         return "triton"
     return "native" if name not in _without_kernel and dispatch.is_native(dtype) else "portable"

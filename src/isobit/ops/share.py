@@ -106,8 +106,10 @@ def check_share(samples: Samples, *parameters: Tensor | None) -> None:
 
 def check_default(rows: Tensor, *parameters: Tensor | None) -> None:
     """Raise as `check_share` does, for a call without samples=, whose rows are the whole global batch."""
+    if not torch.is_grad_enabled():
+        return
     share = share_in_force()
-    if share is None or not torch.is_grad_enabled():
+    if share is None:
         return
     wanted = [p for p in parameters if p is not None and p.requires_grad]
     if not wanted:

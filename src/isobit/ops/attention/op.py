@@ -151,7 +151,10 @@ class BlockTable:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, spans: Tensor, keys: BlockTable, mask: Mask) -> Tensor:
     """Compute attention of rows [R, H, D] or [B, T, H, D]; contiguous, cached and paged keys all call this."""
-    sizes = (q.shape[:-2].numel(), *q.shape[-2:], k.shape[:-2].numel(), k.shape[-2])
+
+    def sizes(q: Tensor) -> tuple[int, ...]:
+        return (q.shape[:-2].numel(), *q.shape[-2:], k.shape[:-2].numel(), k.shape[-2])
+
     where = (spans, keys.starts, keys.lengths)
     y, _ = launch("attention", sizes, q, k, v, *where, *mask.options)
     return y  # type: ignore[no-any-return]

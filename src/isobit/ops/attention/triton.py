@@ -7,24 +7,25 @@ of packed samples, or the pages of a cache.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from isobit.errors import UnsupportedError
-from isobit.ops.attention.portable import Mask
-from isobit.ops.attention.tiles import tile_of
+from isobit.ops.attention.tiles import HeadTile, tile_of
 from isobit.ops.attention.triton_backward import (
     differentiate_keys,
     differentiate_queries,
     dot_heads,
 )
 from isobit.ops.attention.triton_forward import attention, attention_chunks, merge_chunks
-from isobit.ops.device_tables import values_of
+from isobit.ops.device_tables import derived_of
 from isobit.ops.gpu.executors import triton_operator
-from isobit.ops.gpu.launching import run, target_of
+from isobit.ops.gpu.launching import Layout, compiler_options, contiguous, run, start, target_of
 from isobit.order.plan import ATTENTION_BLOCK, ATTENTION_CHUNK
 
 # Sizes of tiles and the choice of a form are not part of the order: every one gives the same bits.
@@ -35,86 +36,56 @@ WIDEST_GRADIENT = {"sm_80": 512, "sm_86": 256, "sm_89": 256, "sm_120": 256}
 CHUNK = ATTENTION_CHUNK
 
 
-@dataclass(frozen=True)
-class Call:
-    """The samples and sizes of a call.
+def extent_of(spans: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Return the most queries of a sample, and the rows of all if they follow each other from row 0 on, else -1."""
+    longest = end = 0
+    for first, rows in spans:
+        longest = max(longest, rows)
+        end = end + rows if first == end else -1
+    return longest, end
 
-    Attributes:
-        spans, blocks, lengths: See triton_forward.py; contiguous.
-        longest: The most queries of a sample.
-        constants: The constants that all kernels of rows have.
-        mask: Which keys a query sees, and the scale and the soft cap of the scores.
-        limits: before, after and size of the mask; see triton_forward.py.
+
+def head_constants(size: tuple[int, ...], key_heads: int, is_capped: bool) -> dict[str, Any]:
+    """Return the constants that all kernels of rows have, for q [..., H, D] of this size and k [..., H_kv, D]."""
+    depth = size[-1]
+    return {
+        "KEY_HEADS": key_heads,
+        "GROUP": size[-2] // key_heads,
+        "DEPTH": depth,
+        "PADDED": 1 << (depth - 1).bit_length(),
+        "CAPPED": is_capped,
+    }
+
+
+def limits_of(causal: bool, window: int, chunk_size: int, table: int) -> tuple[int, int, int]:
+    """Return before, after and size of a mask, as triton_forward.py has them, for a table of so many blocks.
+
+    No limit is larger than the table, so that sums of positions fit in 32 bits.
     """
+    keys = table * ATTENTION_BLOCK
+    before = min(window - 1, keys) if window else keys
+    return before, 0 if causal else before, min(chunk_size or keys, keys)
 
-    spans: Tensor
-    blocks: Tensor
-    lengths: Tensor
-    longest: int
-    constants: dict[str, Any]
-    mask: Mask
-    limits: tuple[int, int, int]
 
-    @staticmethod
-    def of(
-        q: Tensor,
-        k: Tensor,
-        spans: Tensor,
-        blocks: Tensor,
-        lengths: Tensor,
-        mask: Mask,
-    ) -> Call:
-        """Describe a call of q [..., H, D] and k [..., H_kv, D]."""
-        depth, key_heads = q.shape[-1], k.shape[-2]
-        constants = {
-            "KEY_HEADS": key_heads,
-            "GROUP": q.shape[-2] // key_heads,
-            "DEPTH": depth,
-            "PADDED": 1 << (depth - 1).bit_length(),
-            "CAPPED": mask.softcap > 0,
-        }
-        longest = max((rows for _, rows in values_of(spans)), default=0) if q.numel() else 0
-        spans, blocks, lengths = spans.contiguous(), blocks.contiguous(), lengths.contiguous()
-        # No limit is larger than the table, so that sums of positions fit in 32 bits.
-        keys = blocks.shape[1] * ATTENTION_BLOCK
-        before = min(mask.window - 1, keys) if mask.window else keys
-        limits = before, 0 if mask.causal else before, min(mask.chunk_size or keys, keys)
-        return Call(spans, blocks, lengths, longest, constants, mask, limits)
+def check_gradient(q: Tensor) -> None:
+    """Raise if the tiles of the gradient do not fit into the GPU's shared memory."""
+    target, width = target_of(q), padded_width(q)
+    if width > WIDEST_GRADIENT.get(target, width):
+        raise UnsupportedError(
+            expected=f"heads of at most {WIDEST_GRADIENT[target]} bytes in a gradient on {target}, by its memory",
+            received=f"heads of {q.shape[-1]} of {q.dtype}, which are {width} bytes when padded",
+            remedy="use a 16-bit dtype, another GPU, or tensors on the CPU",
+        )
 
-    def tile(self, use: str, x: Tensor) -> dict[str, int]:
-        """Return the tile of a use, for x, as constants and options of a kernel."""
-        tile = tile_of(use, x.dtype, target_of(x), self.constants["PADDED"] * x.dtype.itemsize)
-        return {"ROWS": tile.rows, "warps": tile.warps, "stages": tile.stages}
 
-    def check_gradient(self, q: Tensor) -> None:
-        """Raise if the tiles of the gradient do not fit into the GPU's shared memory."""
-        target, width = target_of(q), self.constants["PADDED"] * q.dtype.itemsize
-        if width > WIDEST_GRADIENT.get(target, width):
-            raise UnsupportedError(
-                expected=f"heads of at most {WIDEST_GRADIENT[target]} bytes in a gradient on {target}, by its memory",
-                received=f"heads of {q.shape[-1]} of {q.dtype}, which are {width} bytes when padded",
-                remedy="use a 16-bit dtype, another GPU, or tensors on the CPU",
-            )
+def padded_width(x: Tensor) -> int:
+    """Return the bytes of a padded head of x [..., D]."""
+    return (1 << (x.shape[-1] - 1).bit_length()) * x.dtype.itemsize
 
-    @property
-    def scoring(self) -> tuple[float, float]:
-        """SCALE and CAP."""
-        return self.mask.scale, self.mask.softcap
 
-    @property
-    def hides(self) -> bool:
-        """Whether a query hides a key of a block that it sees: one before a window or chunk, or after itself."""
-        mask = self.mask
-        return bool(mask.window or mask.chunk_size or (mask.causal and self.longest > 1))
-
-    @property
-    def samples(self) -> int:
-        return len(self.spans)
-
-    @property
-    def table(self) -> int:
-        """Blocks of the longest sample."""
-        return self.blocks.shape[1]
+def head_tile(use: str, x: Tensor) -> HeadTile:
+    """Return the tile of a use, for x [..., D]."""
+    return tile_of(use, x.dtype, target_of(x), padded_width(x))
 
 
 @triton_operator("attention")
@@ -131,50 +102,112 @@ def triton_attention(
     softcap: float = 0.0,
     chunk_size: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    y = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.full(q.shape[:-1], torch.inf, dtype=torch.float32, device=q.device)
-    mask = Mask(scale, causal, window, softcap, chunk_size)
-    call = Call.of(q, k, spans, blocks, lengths, mask)
-    if call.longest:
-        forward(call, (q.contiguous(), k.contiguous(), v.contiguous()), y, lse)
+    size, key_heads, device = q.shape, k.shape[-2], q.device
+    longest, end = derived_of(spans, extent_of)
+    few = longest * (size[-2] // key_heads) <= FEW_ROWS
+    plan = plan_forward(
+        size,
+        key_heads,
+        spans.shape[0],
+        longest,
+        blocks.shape[1],
+        (causal, window, chunk_size, softcap > 0),
+        head_tile("few queries" if few else "many queries", q),
+        few,
+        CHUNK,
+    )
+    y = torch.empty_strided(*plan.result, dtype=q.dtype, device=device)
+    lse = torch.empty_strided(*plan.lse, dtype=torch.float32, device=device)
+    if end != plan.rows:  # kernels write the rows of samples, and there are others
+        y.zero_()
+        lse.fill_(torch.inf)
+    if not longest or not q.numel():
+        return y, lse
+    given = q.contiguous(), k.contiguous(), v.contiguous()
+    spans, lengths = spans.contiguous(), lengths.contiguous()
+    where = (spans, blocks.contiguous(), lengths, *plan.where, scale, softcap)
+    if not plan.states:
+        start(attention, plan.grid, (*given, y, lse, *where), plan.constants, plan.options)
+        return y, lse
+    states = [torch.empty_strided(*one, dtype=torch.float32, device=device) for one in plan.states]
+    start(attention_chunks, plan.grid, (*given, *states, *where), plan.constants, plan.options)
+    merged = (*states, y, lse, spans, lengths, *plan.merged)
+    start(merge_chunks, plan.grid[:2], merged, plan.merging, plan.options)
     return y, lse
 
 
-def forward(
-    call: Call,
-    inputs: tuple[Tensor, Tensor, Tensor],
-    y: Tensor,
-    lse: Tensor,
-) -> None:
-    """Compute y and lse of contiguous q, k and v, in the form that suits the number of queries."""
-    rows = call.longest * call.constants["GROUP"]
-    few = rows <= FEW_ROWS
-    tile = call.tile("few queries" if few else "many queries", y)
-    how = {**call.constants, **tile, "CHUNK": CHUNK}
-    tiles = -(-rows // how["ROWS"])
-    grid = (tiles * call.samples, how["KEY_HEADS"])
-    where = (call.spans, call.blocks, call.lengths, tiles, call.table, *call.limits)
-    chunks = -(-call.table * ATTENTION_BLOCK // CHUNK)
-    if not few or chunks == 1:
-        run(attention, grid, *inputs, y, lse, *where, *call.scoring, GUARD=call.hides, **how)
-        return
-    heads = lse.numel()
-    sizes = ((chunks, heads), (chunks, heads), (chunks, heads, y.shape[-1]))
-    states = [torch.empty(size, dtype=torch.float32, device=y.device) for size in sizes]
-    run(
-        attention_chunks,
-        (*grid, chunks),
-        *inputs,
-        *states,
-        *where,
-        heads,
-        *call.scoring,
-        GUARD=call.hides,
-        **how,
+class ForwardPlan(NamedTuple):
+    """The launches of a forward, which depend on its sizes.
+
+    Attributes:
+        rows: The rows of q.
+        result, lse: Sizes and strides of the results.
+        states: Sizes and strides of the states of chunks; none if `attention` serves the call.
+        grid: Of `attention` or `attention_chunks`.
+        where: The numbers that these take after the tables, but for the scale and the soft cap.
+        merged: The numbers that `merge_chunks` takes after the tables.
+        constants: Of `attention` or `attention_chunks`.
+        merging: Of `merge_chunks`.
+        options: Of the compiler.
+    """
+
+    rows: int
+    result: Layout
+    lse: Layout
+    states: tuple[Layout, ...]
+    grid: tuple[int, ...]
+    where: tuple[int, ...]
+    merged: tuple[int, ...]
+    constants: dict[str, Any]
+    merging: dict[str, Any]
+    options: dict[str, Any]
+
+
+@lru_cache(maxsize=4096)
+def plan_forward(
+    size: tuple[int, ...],
+    key_heads: int,
+    samples: int,
+    longest: int,
+    table: int,
+    mask: tuple[bool, int, int, bool],
+    tile: HeadTile,
+    few: bool,
+    chunk: int,
+) -> ForwardPlan:
+    """Choose the form of a forward of q of this size: it suits the number of queries.
+
+    The arguments are the key of a cache: everything that the choice reads.
+    """
+    causal, window, chunk_size, capped = mask
+    merging = {**head_constants(size, key_heads, capped), "ROWS": tile.rows, "CHUNK": chunk}
+    # Whether a query hides a key of a block that it sees: one before a window or chunk, or after itself.
+    constants = {**merging, "GUARD": bool(window or chunk_size or (causal and longest > 1))}
+    del merging["CAPPED"]
+    limits = limits_of(causal, window, chunk_size, table)
+    tiles = -(-longest * merging["GROUP"] // tile.rows)
+    grid: tuple[int, ...] = (tiles * samples, key_heads)
+    chunks = -(-table * ATTENTION_BLOCK // chunk)
+    heads = math.prod(size[:-1])
+    where: tuple[int, ...] = (tiles, table, *limits)
+    states: tuple[Layout, ...] = ()
+    if few and chunks > 1:
+        grid, where = (*grid, chunks), (*where, heads)
+        states = tuple(
+            contiguous(one) for one in ((chunks, heads), (chunks, heads), (chunks, heads, size[-1]))
+        )
+    return ForwardPlan(
+        math.prod(size[:-2]),
+        contiguous(size),
+        contiguous(size[:-1]),
+        states,
+        grid,
+        where,
+        (tiles, *limits, heads),
+        constants,
+        merging,
+        compiler_options(tile.warps, tile.stages),
     )
-    merged = (y, lse, call.spans, call.lengths, tiles, *call.limits, heads)
-    del how["CAPPED"]
-    run(merge_chunks, grid, *states, *merged, **how)
 
 
 @triton_operator("attention_backward")
@@ -195,20 +228,27 @@ def triton_attention_backward(
     chunk_size: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
-    mask = Mask(scale, causal, window, softcap, chunk_size)
-    call = Call.of(q, k, spans, blocks, lengths, mask)
-    if not call.longest:
+    longest = derived_of(spans, extent_of)[0] if q.numel() else 0
+    if not longest:
         return dq, dk, dv
-    call.check_gradient(q)
+    check_gradient(q)
     grad, lse, heads = grad.contiguous(), lse.contiguous(), lse.numel()
     dots = torch.empty_like(lse)
     how: dict[str, Any] = {"DEPTH": q.shape[-1], "ROWS": DOT_ROWS, "warps": 4}
     run(dot_heads, (-(-heads // DOT_ROWS),), grad, out.contiguous(), dots, heads, **how)
     inputs = (grad, q.contiguous(), k.contiguous(), v.contiguous(), lse, dots)
-    how = {**call.constants, **call.tile("gradient", q)}
-    tiles = -(-call.longest // how["ROWS"])
-    where = (call.spans, call.blocks, call.lengths, tiles, call.table, *call.limits, *call.scoring)
-    programs = tiles * call.samples
+    tile = head_tile("gradient", q)
+    how = {
+        **head_constants(q.shape, k.shape[-2], softcap > 0),
+        "ROWS": tile.rows,
+        "warps": tile.warps,
+        "stages": tile.stages,
+    }
+    tiles = -(-longest // tile.rows)
+    tables = spans.contiguous(), blocks.contiguous(), lengths.contiguous()
+    limits = limits_of(causal, window, chunk_size, blocks.shape[1])
+    where = (*tables, tiles, blocks.shape[1], *limits, scale, softcap)
+    programs = tiles * len(spans)
     run(differentiate_queries, (programs, q.shape[-2]), *inputs, dq, *where, **how)
     run(differentiate_keys, (programs, k.shape[-2]), *inputs, dk, dv, *where, **how)
     return dq, dk, dv

@@ -61,15 +61,17 @@ def require(name: str, dtype: torch.dtype, device: torch.device) -> bool:
     Raises:
         EngineError: If it is not attested; at every call.
     """
-    if not torch.cuda.is_available():
-        return True  # fake tensors: nothing is computed
     operator = executors.folder_of(name)
-    with _lock:
-        key = (operator, dtype, device)
-        if key not in _found:
-            refuse_capture(operator, dtype, device)
-            _found[key] = run_apart(lambda: attest_operator(operator, dtype, device))
-        found = _found[key]
+    key = (operator, dtype, device)
+    found = _found.get(key)  # at every call: torch's question for a GPU takes longer
+    if found is None:
+        if not torch.cuda.is_available():
+            return True  # fake tensors: nothing is computed
+        with _lock:
+            if key not in _found:
+                refuse_capture(operator, dtype, device)
+                _found[key] = run_apart(lambda: attest_operator(operator, dtype, device))
+            found = _found[key]
     if not found.kept:
         raise EngineError(
             expected=f"the Triton executor of {operator} in {dtype} to keep the order on {device}",

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from isobit.errors import EngineError, UnsupportedError
 from isobit.foundation import backends
+from isobit.ops.arguments import PLAIN
 from isobit.ops.dispatch import constant_in_graphs
 
 # Folders of isobit.ops.
@@ -37,6 +38,22 @@ _formulas: dict[str, Callable[[str], None]] = {}
 _modules: dict[str, str] = {}
 _ready: set[str] = set()
 _registered: set[str] = set()
+_functions: dict[str, Callable[..., Any]] = {}
+# Per operator and types of a call's arguments: which are tensors; none if the call needs torch's dispatcher.
+_tensors: dict[str, dict[tuple[type, ...], tuple[int, ...]]] = {}
+# The types of an argument that the dispatcher passes on as they are, by its type in the schema.
+PASSED = {
+    "Tensor": PLAIN,
+    "Optional[Tensor]": (*PLAIN, type(None)),
+    "int": (int,),
+    "float": (float,),
+    "bool": (bool,),
+}
+_count_modes = torch._C._len_torch_dispatch_stack
+_count_function_modes = torch._C._len_torch_function_stack
+_transform = torch._C._functorch.peek_interpreter_stack
+_is_profiled = torch._C._autograd._profiler_enabled
+_trace = torch._C._get_tracing_state
 
 
 def triton_operator(
@@ -54,9 +71,47 @@ def triton_operator(
         for key in ("CPU", "CUDA"):
             _library.impl(f"triton_{name}", function, key)  # type: ignore[no-untyped-call]
         _registered.add(f"triton_{name}")
+        if not mutates:  # what is written has a new version, which the dispatcher counts
+            _functions[name], _tensors[name] = function, {}
         return getattr(torch.ops.isobit, f"triton_{name}")  # type: ignore[no-any-return]
 
     return register
+
+
+def without_dispatcher(name: str, given: tuple[Any, ...]) -> Callable[..., Any] | None:
+    """Return the function of `isobit::triton_<name>` if torch's dispatcher would call it with `given` as they are.
+
+    None if something may watch or change the call: a mode, a profiler, a trace, a transform of torch.func, a subclass
+    of Tensor, a tensor without memory, a lazy negation, or a number that is converted. Ask only without gradients, and
+    not in torch.compile.
+    """
+    if (
+        name not in _functions
+        or _count_modes()
+        or _count_function_modes()
+        or _transform() is not None
+        or _is_profiled()
+        or _trace() is not None
+    ):
+        return None
+    types = tuple(map(type, given))
+    tensors = _tensors[name].get(types)
+    if tensors is None:
+        tensors = _tensors[name][types] = tensors_if_passed_on(name, types)
+    for at in tensors:
+        tensor = given[at]
+        if tensor.is_meta or tensor.is_neg() or tensor._is_zerotensor():
+            return None
+    return _functions[name] if tensors else None
+
+
+def tensors_if_passed_on(name: str, types: tuple[type, ...]) -> tuple[int, ...]:
+    """Return which arguments of these types are tensors; none if the dispatcher would convert an argument."""
+    expected = getattr(torch.ops.isobit, f"triton_{name}").default._schema.arguments
+    kinds = [PASSED.get(str(argument.type), ()) for argument in expected]
+    if len(types) > len(kinds) or any(t not in k for t, k in zip(types, kinds, strict=False)):
+        return ()
+    return tuple(at for at, one in enumerate(types) if one in PLAIN)
 
 
 def declare_triton(name: str, register_formulas: Callable[[str], None], module: str) -> None:
@@ -120,6 +175,8 @@ def prepare(name: str, dtype: torch.dtype) -> bool:
             received=f"{dtype} of {name}",
             remedy="convert with .to(torch.float32), or call it with tensors on the CPU",
         )
+    if name in _ready:  # a name is added after its formulas
+        return True
     with _lock:
         if name not in _ready:
             import_executor(_modules[name])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -30,9 +31,24 @@ def run(
     Raises:
         UnsupportedError: If tensors are on the CPU and no backend is chosen, or TRITON_INTERPRET replaced the kernel.
     """
+    start(kernel, grid, args, constants, compiler_options(warps, stages))
+
+
+def compiler_options(warps: int, stages: int = 2) -> dict[str, Any]:
+    """Return options of Triton's compiler: products and sums are never fused."""
+    return {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": False}
+
+
+def start(
+    kernel: Any,
+    grid: tuple[int, ...],
+    args: tuple[Any, ...],
+    constants: dict[str, Any],
+    options: dict[str, Any],
+) -> None:
+    """Launch a kernel as `run` does, with constants and options that a caller keeps from call to call."""
     if 0 in grid:
         return
-    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": False}
     backend = backends.chosen()
     if backend is not None:
         backend.launch(kernel, grid, args, constants, options)
@@ -49,6 +65,18 @@ def run(
         kernel[grid](*args, **constants, **options)
 
 
+# The memory of results. torch.empty_strided takes two thirds of the time of torch.empty.
+Layout = tuple[tuple[int, ...], tuple[int, ...]]  # size and stride
+
+
+def contiguous(size: tuple[int, ...]) -> Layout:
+    """Return a size with the strides of a contiguous tensor."""
+    strides = [1]
+    for extent in size[:0:-1]:
+        strides.append(strides[-1] * max(extent, 1))
+    return size, tuple(reversed(strides))
+
+
 def check_gpu(device: torch.device) -> None:
     """Raise unless a device is a GPU, which Triton's runtime needs."""
     if device.type != "cuda":
@@ -59,13 +87,16 @@ def check_gpu(device: torch.device) -> None:
         )
 
 
+known_target = lru_cache(maxsize=64)(target_of_device)  # asked before every launch
+
+
 def target_of(tensor: Tensor) -> str:
     """Return the GPU that kernels on a tensor are for, such as "sm_90" or "gfx942"."""
     backend = backends.chosen()
     if backend is not None:
         return backend.target
     check_gpu(tensor.device)
-    return target_of_device(tensor.device)
+    return known_target(tensor.device)
 
 
 # How the elements of a call are shared out over programs, for functions of one element.

@@ -62,10 +62,9 @@ def tile_of(operator: str, dtype: torch.dtype, target: str) -> Tile:
 
 def find(table: Table[T], operator: str, dtype: torch.dtype, target: str) -> T | None:
     """Return the most specific entry of a table, or None."""
-    keys = (
-        (operator, dtype, target),
-        (operator, None, target),
-        (operator, dtype, None),
-        (operator, None, None),
+    return (
+        table.get((operator, dtype, target))
+        or table.get((operator, None, target))
+        or table.get((operator, dtype, None))
+        or table.get((operator, None, None))
     )
-    return next((table[key] for key in keys if key in table), None)

@@ -65,7 +65,8 @@ def linear_with_packed(
     check_tensors(WITH_GPU, x=x, weight=weight, bias=bias)
     check_linear(x, weight, bias)
     spans, of = describe(samples, x, weight, bias)
-    return launch("linear", sizes_of(x, weight), x, weight, bias, spans, packed, of)  # type: ignore[no-any-return]
+    given = (x, weight, bias, spans, packed, of)
+    return launch("linear", lambda x: sizes_of(x, weight), *given)  # type: ignore[no-any-return]
 
 
 def sizes_of(x: Tensor, weight: Tensor) -> tuple[int, int, int]:
@@ -97,7 +98,7 @@ def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     if weight.dim() != 2:
         refuse_shape("weight", weight, "[N, K]", "pass a matrix, outputs first")
     outputs, inputs = weight.shape
-    if x.dim() < 1 or x.shape[-1] != inputs:
+    if not x.dim() or x.shape[-1] != inputs:
         expected = f"[..., {inputs}], as weight is {[outputs, inputs]}"
         refuse_shape("x", x, expected, "make the last axis of x and of weight the same")
     if bias is not None and (bias.dim() != 1 or bias.shape[0] != outputs):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,7 +13,7 @@ from torch import Tensor
 from isobit.errors import UnsupportedError
 from isobit.ops.device_tables import table_of
 from isobit.ops.gpu.executors import triton_operator
-from isobit.ops.gpu.launching import run, target_of
+from isobit.ops.gpu.launching import Layout, compiler_options, contiguous, run, start, target_of
 from isobit.ops.gpu.ordered_rows import BLOCK as COLUMNS
 from isobit.ops.gpu.ordered_rows import WARPS, Leaves, sum_leaves
 from isobit.ops.linear.tiles import ProductTile, at_least, tile_of
@@ -34,6 +37,7 @@ IN_REGISTERS = 2  # segments whose partial sums a program keeps in registers
 SCRATCH = 1 << 26  # elements of the partial sums of one launch
 ADDRESSABLE = 1 << 31
 BLOCK = 64
+MERGING = compiler_options(2)
 
 
 def multiply(
@@ -44,90 +48,97 @@ def multiply(
     *,
     transposed: bool = False,
     out: Tensor | None = None,
-    enough: int = ENOUGH,
+    enough: int | None = None,
 ) -> Tensor:
     """Return x [..., K] · weightᵀ + bias, rounded to dtype: weight is [N, K], or [K, N] if `transposed`.
 
-    `out` is contiguous memory for it, of its shape and dtype. Few rows with fewer tiles than `enough` have a program
-    per segment.
+    `out` is contiguous memory for it, of its shape and dtype. Few rows with fewer tiles than `enough`, by default
+    ENOUGH, have a program per segment.
     """
-    extent = x.shape[-1]
-    columns = weight.shape[1 if transposed else 0]
-    check_addressable(weight)
-    y = torch.empty(*x.shape[:-1], columns, dtype=dtype, device=x.device) if out is None else out
-    rows, segments = x.shape[:-1].numel(), FeaturePlan(extent).count
-    factor = weight.contiguous()
-    given = x.contiguous(), factor, factor if bias is None else bias.contiguous()
-    constants = {"N": columns, "K": extent, "SEGMENTS": segments, "TRANSPOSED": transposed}
-    tile = fitted(x, rows, constants)
-    few = rows < MANY_ROWS and count_tiles(rows, columns, tile) < enough
-    form = multiply_segments if few and segments > 1 else multiply_tiles
-    form(given, y, rows, tile, constants, bias is not None)
+    size, device = x.shape, x.device
+    rows = size[:-1].numel()
+    kind = "many rows" if rows >= MANY_ROWS else "few rows" if rows > 16 else "one tile of rows"
+    segments, tile = feature_plan(size[-1]).count, tile_of(kind, x.dtype, target_of(x))
+    how = (MANY_ROWS, ENOUGH if enough is None else enough, IN_REGISTERS, SCRATCH)
+    plan = plan_product(size, weight.shape, segments, tile, transposed, bias is not None, how)
+    y = torch.empty_strided(*plan.result, dtype=dtype, device=device) if out is None else out
+    x, weight = x.contiguous(), weight.contiguous()
+    bias = weight if bias is None else bias.contiguous()
+    constants, options = plan.constants, plan.options
+    if plan.sums is None:
+        start(linear_tile, plan.grids[0], (x, weight, bias, y, rows, 0), constants, options)
+        return y
+    sums = torch.empty_strided(*plan.sums, dtype=torch.float32, device=device)
+    if plan.merging:
+        start(linear_segments, plan.grids[0], (x, weight, sums, rows), constants, options)
+        start(merge_segments, plan.grids[1], (sums, bias, y, rows), plan.merging, MERGING)
+        return y
+    first = 0
+    for grid in plan.grids:
+        given = (x, weight, bias, y, sums, rows, first)
+        start(linear_counter, grid, given, constants, options)
+        first += grid[0]
     return y
 
 
-def multiply_tiles(
-    given: tuple[Tensor, Tensor, Tensor],
-    y: Tensor,
-    rows: int,
+feature_plan = lru_cache(maxsize=1024)(FeaturePlan)
+
+
+class ProductPlan(NamedTuple):
+    """The launches of a product, which depend on its sizes: a layer's are the same at every call.
+
+    Attributes:
+        result: Of the product, contiguous.
+        sums: Of the partial sums in fp32; None if `linear_tile` keeps them in registers.
+        grids: Of `linear_tile`; of `linear_segments` and `merge_segments`; or of each launch of `linear_counter`.
+        constants: Of all but `merge_segments`.
+        merging: Of `merge_segments`; empty if no segment has programs of its own.
+        options: Of the compiler, for all but `merge_segments`.
+    """
+
+    result: Layout
+    sums: Layout | None
+    grids: tuple[tuple[int, ...], ...]
+    constants: dict[str, int]
+    merging: dict[str, int]
+    options: dict[str, Any]
+
+
+@lru_cache(maxsize=4096)
+def plan_product(
+    size: tuple[int, ...],
+    weight: tuple[int, int],
+    segments: int,
     tile: ProductTile,
-    constants: dict[str, int],
+    transposed: bool,
     has_bias: bool,
-) -> None:
-    """Compute y by one program per tile, which adds all segments."""
-    x, weight, bias = given
-    tiles, segments = count_tiles(rows, constants["N"], tile), constants["SEGMENTS"]
-    how = {**constants, **blocks(tile), "HAS_BIAS": has_bias}
-    if segments <= IN_REGISTERS:
-        run(linear_tile, (tiles,), x, weight, bias, y, rows, 0, **how)
-        return
+    how: tuple[int, int, int, int],
+) -> ProductPlan:
+    """Choose the form of a product of x of this size: it is a key of a cache with everything that the choice reads."""
+    many_rows, enough, in_registers, most = how
+    check_addressable(weight)
+    rows, extent, columns = math.prod(size[:-1]), size[-1], weight[1 if transposed else 0]
+    tile = tile.fit(columns, extent // segments)
+    tiles = count_tiles(rows, columns, tile)
+    result = contiguous((*size[:-1], columns))
+    constants = {"N": columns, "K": extent, "SEGMENTS": segments, "TRANSPOSED": transposed}
+    constants |= {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.depth}
+    options = compiler_options(tile.warps, tile.stages)
+    if rows < many_rows and tiles < enough and segments > 1:  # a program per tile and segment
+        merging = {"N": columns, "SEGMENTS": segments, "HAS_BIAS": has_bias, "BLOCK": BLOCK}
+        sums, each = contiguous((segments, rows, columns)), (tiles, segments)
+        grids: tuple[tuple[int, ...], ...] = (each, (-(-rows * columns // BLOCK),))
+        return ProductPlan(result, sums, grids, constants, merging, options)
+    constants["HAS_BIAS"] = has_bias
+    if segments <= in_registers:
+        return ProductPlan(result, None, ((tiles,),), constants, {}, options)
     levels = segments.bit_length() - tile.pairs.bit_length() - 1
-    at_once = max(SCRATCH // (max(levels, 1) * tile.rows * tile.columns), 1)
-    scratch = partial_sums(x, min(at_once, tiles), max(levels, 1), tile.rows, tile.columns)
-    for first in range(0, tiles, at_once):
-        grid = (min(at_once, tiles - first),)
-        run(
-            linear_counter,
-            grid,
-            x,
-            weight,
-            bias,
-            y,
-            scratch,
-            rows,
-            first,
-            PAIRS=tile.pairs,
-            LEVELS=levels,
-            **how,
-        )
-
-
-def multiply_segments(
-    given: tuple[Tensor, Tensor, Tensor],
-    y: Tensor,
-    rows: int,
-    tile: ProductTile,
-    constants: dict[str, int],
-    has_bias: bool,
-) -> None:
-    """Compute y by one program per tile and segment, and merge the segments."""
-    x, weight, bias = given
-    columns, segments = constants["N"], constants["SEGMENTS"]
-    partial = partial_sums(x, segments, rows, columns)
-    grid = (count_tiles(rows, columns, tile), segments)
-    run(linear_segments, grid, x, weight, partial, rows, **constants, **blocks(tile))
-    run(
-        merge_segments,
-        (-(-rows * columns // BLOCK),),
-        partial,
-        bias,
-        y,
-        rows,
-        warps=2,
-        N=columns,
-        SEGMENTS=segments,
-        HAS_BIAS=has_bias,
-        BLOCK=BLOCK,
+    constants |= {"PAIRS": tile.pairs, "LEVELS": levels}
+    slot = (max(levels, 1), tile.rows, tile.columns)
+    at_once = max(most // math.prod(slot), 1)
+    grids = tuple((min(at_once, tiles - first),) for first in range(0, tiles, at_once))
+    return ProductPlan(
+        result, contiguous((min(at_once, tiles), *slot)), grids, constants, {}, options
     )
 
 
@@ -142,7 +153,7 @@ def sum_weight_grad(
     dw = torch.empty((outputs, inputs), dtype=dtype, device=x.device) if out is None else out
     if not samples.spans:
         return dw.zero_()
-    check_addressable(dw)
+    check_addressable(dw.shape)
     tile = tile_of("weight gradient", x.dtype, target_of(x)).fit(inputs, LEAF)
     tile = replace(tile, rows=min(tile.rows, at_least(outputs)))
     size = segment_size(samples.total)
@@ -182,19 +193,6 @@ def sum_bias_grad(grad: Tensor, samples: Samples) -> Tensor:
     return sum_leaves(sums, leaves, gradient_dtype(grad.dtype, len(samples.spans), samples.total))
 
 
-def fitted(x: Tensor, rows: int, constants: dict[str, int]) -> ProductTile:
-    """Return the tile of a call."""
-    kind = "many rows" if rows >= MANY_ROWS else "few rows" if rows > 16 else "one tile of rows"
-    length = constants["K"] // constants["SEGMENTS"]
-    return tile_of(kind, x.dtype, target_of(x)).fit(constants["N"], length)
-
-
-def blocks(tile: ProductTile) -> dict[str, int]:
-    """Return a tile as constants and options of a kernel."""
-    sizes = {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.depth}
-    return {**sizes, "warps": tile.warps, "stages": tile.stages}
-
-
 def count_tiles(rows: int, columns: int, tile: ProductTile) -> int:
     """Return the number of tiles of a matrix."""
     return -(-rows // tile.rows) * -(-columns // tile.columns)
@@ -205,12 +203,12 @@ def partial_sums(like: Tensor, *shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device=like.device)
 
 
-def check_addressable(weight: Tensor) -> None:
-    """Raise unless kernels can address the elements of a weight with 32 bits."""
-    if weight.numel() >= ADDRESSABLE:
+def check_addressable(weight: tuple[int, ...]) -> None:
+    """Raise unless kernels can address the elements of a weight of this size with 32 bits."""
+    if math.prod(weight) >= ADDRESSABLE:
         raise UnsupportedError(
             expected="a weight with fewer than 2^31 elements on a GPU",
-            received=f"{list(weight.shape)}",
+            received=f"{list(weight)}",
             remedy="cut the weight over ranks",
         )
 
