@@ -1,9 +1,10 @@
 """Train a small net over ranks, save after every step, and die by SIGKILL at a named place.
 
-Run one process per rank: python killed_run.py RANK RANKS STORE FOLDER MICRO_BATCHES PLACE. The functions also serve
-ranks of the simulator.
+Run one process per rank: python killed_run.py RANK STORE FOLDER MICRO_BATCHES PLACE SHAPE... SHAPE is the number of
+ranks, or the sizes of their levels, outermost first. The functions also serve ranks of the simulator.
 """
 
+import math
 import os
 import signal
 import sys
@@ -28,13 +29,18 @@ def draw(step):
     return torch.randn(OF, TOKENS, WIDTH, generator=torch.Generator().manual_seed(step))
 
 
-def train(folder, ranks, micro_batches, *, resume=None, at=lambda *_: None, levels=False):
-    """Train to the last step and return the digest of weights and optimizer; `at` hears step and micro-batch."""
+def train(folder, shape, micro_batches, *, resume=None, at=lambda *_: None):
+    """Train to the last step and return the digest of weights and optimizer; `at` hears step and micro-batch.
+
+    Several sizes in `shape` are levels, outermost first; one is a flat group.
+    """
     net = Net(torch.float32)
     optimizer = AdamW(net.parameters(), lr=1e-2)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("host", "rank")) if levels else None
-    group = None if mesh is None else Levels(mesh, check_hosts=False)
-    gradients = Gradients(net, GlobalBatch(OF, ranks, micro_batches), group=group)
+    group = None
+    if len(shape) > 1:
+        names = ("rack", "host", "rank")[-len(shape) :]
+        group = Levels(init_device_mesh("cpu", shape, mesh_dim_names=names))
+    gradients = Gradients(net, GlobalBatch(OF, math.prod(shape), micro_batches), group=group)
     first = 0 if resume is None else checkpoint.load(resume, net, optimizer).step
     for step in range(first, STEPS):
         optimizer.zero_grad()
@@ -71,6 +77,19 @@ def die_at_the(count, owner, name):
     setattr(owner, name, counted)
 
 
+def die_at_a_message(distance, count=0):
+    """Die at the message number `count` (from 0) to a rank that is so many ranks away."""
+    right, calls = Communicator.send, []
+
+    def send(comm, tensor, peer, tag):
+        there = dist.get_global_rank(comm.group, peer)
+        if abs(there - dist.get_rank()) == distance:
+            calls.append(None)
+        return right(comm, tensor, peer, tag) if len(calls) <= count else die()
+
+    Communicator.send = send
+
+
 def plant(place, rank, ranks):
     """Return what `train` calls at every micro-batch, and replace the function in which the rank is to die."""
     if rank != (0 if place in ("record", "rename", "metadata") else ranks - 1):
@@ -83,6 +102,14 @@ def plant(place, rank, ranks):
             die()
         elif place == "exchange":
             die_at_the(1, Communicator, "send")
+        elif place == "message in a host":  # of two ranks, as the next one is
+            die_at_a_message(1)
+        elif place == "message across hosts":
+            die_at_a_message(2)
+        elif place == "message across racks":
+            die_at_a_message(4)
+        elif place == "sums on their way back":
+            die_at_a_message(1, count=1)
         elif place == "data file":
             die_at_the(1, filesystem, "_write_item")
         elif place == "metadata":
@@ -96,8 +123,10 @@ def plant(place, rank, ranks):
 
 
 if __name__ == "__main__":
-    rank, ranks, micro_batches = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[5])
+    rank, (store, folder, micro_batches, place) = int(sys.argv[1]), sys.argv[2:6]
+    shape = tuple(map(int, sys.argv[6:]))
+    ranks = math.prod(shape)
     torch.set_num_threads(1)
     if ranks > 1:
-        dist.init_process_group("gloo", f"file://{sys.argv[3]}", rank=rank, world_size=ranks)
-    print(train(sys.argv[4], ranks, micro_batches, at=plant(sys.argv[6], rank, ranks)), flush=True)
+        dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=ranks)
+    print(train(folder, shape, int(micro_batches), at=plant(place, rank, ranks)), flush=True)

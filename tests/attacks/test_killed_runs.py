@@ -4,6 +4,7 @@ What was half written is never loaded: a folder has its name only when it is com
 """
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -26,23 +27,23 @@ ROOT = WORKER.parents[2]
 @pytest.fixture(scope="module")
 def whole():
     """The digest of a run on one rank that nobody stopped."""
-    return killed_run.train(None, 1, 1)
+    return killed_run.train(None, (1,), 1)
 
 
-def run_and_kill(folder, ranks, micro_batches, place):
+def run_and_kill(folder, shape, micro_batches, place):
     """Start the ranks, wait until all have ended, and return their exit codes and the newest checkpoint."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     # A rank whose peer is gone must not wait for minutes.
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    words = [str(ranks), str(folder / "store"), str(folder), str(micro_batches), place]
+    words = [folder / "store", folder, micro_batches, place, *shape]
     started = [
         subprocess.Popen(
-            [sys.executable, str(WORKER), str(rank), *words],
+            [sys.executable, str(WORKER), str(rank), *map(str, words)],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
-        for rank in range(ranks)
+        for rank in range(math.prod(shape))
     ]
     codes = []
     try:
@@ -57,49 +58,75 @@ def run_and_kill(folder, ranks, micro_batches, place):
     return codes, max(found, key=lambda p: p.name)
 
 
-def resumed(newest, ranks, micro_batches, levels=False):
+def resumed(newest, shape, micro_batches):
     """The digests of all simulated ranks that resume from a checkpoint."""
 
     def rank(_):
-        return killed_run.train(None, ranks, micro_batches, resume=newest, levels=levels)
+        return killed_run.train(None, shape, micro_batches, resume=newest)
 
-    return set(World(ranks).run(rank).values)
+    return set(World(math.prod(shape)).run(rank).values)
 
 
 PLACES = [
-    pytest.param(2, 2, "exchange"),
-    pytest.param(2, 1, "data file", marks=pytest.mark.full),
-    pytest.param(1, 4, "record"),
-    pytest.param(2, 2, "micro-batch", marks=pytest.mark.full),
-    pytest.param(2, 2, "metadata", marks=pytest.mark.full),
-    pytest.param(2, 2, "record", marks=pytest.mark.full),
-    pytest.param(2, 2, "rename", marks=pytest.mark.full),
+    pytest.param((2,), 2, "exchange"),
+    pytest.param((2,), 1, "data file", marks=pytest.mark.full),
+    pytest.param((1,), 4, "record"),
+    pytest.param((2,), 2, "micro-batch", marks=pytest.mark.full),
+    pytest.param((2,), 2, "metadata", marks=pytest.mark.full),
+    pytest.param((2,), 2, "record", marks=pytest.mark.full),
+    pytest.param((2,), 2, "rename", marks=pytest.mark.full),
 ]
+PLACES_IN_LEVELS = [
+    ((2, 2), 2, "message across hosts"),
+    ((2, 2), 1, "message in a host"),
+    ((2, 2), 1, "sums on their way back"),
+    ((2, 2, 2), 1, "message across racks"),
+    ((2, 2), 2, "micro-batch"),
+    ((2, 2), 1, "data file"),
+    ((2, 2), 1, "record"),
+]
+LAYOUTS = [((4,), 2), ((2, 2), 1), ((2, 2), 2), ((2, 4), 1), ((4, 2), 1), ((2, 2, 2), 1)]
 
 
-@pytest.mark.parametrize(("ranks", "micro_batches", "place"), PLACES)
-@pytest.mark.sweep(1)
-def test_a_killed_run_resumes_at_another_layout(tmp_path, whole, ranks, micro_batches, place):
-    codes, newest = run_and_kill(tmp_path, ranks, micro_batches, place)
+def check_resumed(folder, whole, codes, newest, layouts):
+    """Require a killed rank, no rank that went on, and the bits of a whole run from the checkpoint before."""
     assert -signal.SIGKILL in codes
     assert 0 not in codes
     assert newest.name == "step-2"  # the third was not finished
-    assert resumed(newest, 4, 2) == {whole}
-    assert resumed(newest, 4, 1, levels=True) == {whole}
-    assert killed_run.train(None, 1, 8, resume=newest) == whole
+    for shape, micro_batches in layouts:
+        assert resumed(newest, shape, micro_batches) == {whole}, (shape, micro_batches)
+    assert killed_run.train(None, (1,), 8, resume=newest) == whole
+    # The next run saves over what was left.
+    assert killed_run.train(folder, (1,), 2, resume=newest) == whole
+    assert (folder / "step-4").is_dir()
+    assert not list(folder.glob("*.partial"))
+
+
+@pytest.mark.parametrize(("shape", "micro_batches", "place"), PLACES)
+@pytest.mark.sweep(1)
+def test_a_killed_run_resumes_at_another_layout(tmp_path, whole, shape, micro_batches, place):
+    codes, newest = run_and_kill(tmp_path, shape, micro_batches, place)
     if (half := tmp_path / "step-3.partial").exists() and place != "rename":
         with pytest.raises(ArgumentError, match="never finished"):
             checkpoint.load(half, Net(killed_run.torch.float32))
-    # The next run saves over what was left.
-    assert killed_run.train(tmp_path, 1, 2, resume=newest) == whole
-    assert (tmp_path / "step-4").is_dir()
-    assert not list(tmp_path.glob("*.partial"))
+    check_resumed(tmp_path, whole, codes, newest, LAYOUTS[:2])
+
+
+@pytest.mark.full  # half a minute each: four processes or eight, and six layouts
+@pytest.mark.parametrize(("shape", "micro_batches", "place"), PLACES_IN_LEVELS)
+def test_a_run_in_levels_that_is_killed_resumes_at_another_layout(
+    tmp_path, whole, shape, micro_batches, place
+):
+    """A rank dies inside a level: what its host or its rack has already added is in no checkpoint."""
+    codes, newest = run_and_kill(tmp_path, shape, micro_batches, place)
+    assert codes.count(-signal.SIGKILL) == 1  # the others ended by themselves
+    check_resumed(tmp_path, whole, codes, newest, LAYOUTS)
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved")
-    killed_run.train(folder, 1, 1)
+    killed_run.train(folder, (1,), 1)
     return folder / "step-2"
 
 
@@ -146,4 +173,4 @@ def test_a_checkpoint_without_digests_is_loaded(saved, tmp_path, whole):
     record = json.loads((folder / "isobit.json").read_text())
     assert set(record.pop("files")) == {".metadata", "__0_0.distcp"}
     (folder / "isobit.json").write_text(json.dumps(record))
-    assert killed_run.train(None, 1, 1, resume=folder) == whole
+    assert killed_run.train(None, (1,), 1, resume=folder) == whole

@@ -192,9 +192,11 @@ def test_links_of_root_pages_lead_somewhere(page):
 
 
 def test_the_version_in_pages_is_the_package_s():
+    """Pages of results name the wheel that was measured."""
     versions = {
         found
         for page in PAGES
+        if page.parent.name != "results"
         for found in re.findall(r"isobit-(\d+\.\d+\.\d+)-", page.read_text())
     }
     assert versions <= {isobit.__version__}
