@@ -34,10 +34,9 @@ def test_there_is_one_version():
 @pytest.fixture
 def ready(tmp_path):
     """A checkout that can be released, as far as its files say."""
-    for name in ("CITATION.cff", "README.md", "src/isobit/__init__.py"):
+    for name in ("CITATION.cff", "src/isobit/__init__.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
-    shutil.copytree(ROOT / "docs/how-to", tmp_path / "docs/how-to")
     version = isobit.__version__
     (tmp_path / "CHANGELOG.md").write_text(f"# Changelog\n\n## {version} (2026-01-31)\n\n- one\n")
     (tmp_path / "docs/reference/keys").mkdir(parents=True)
@@ -63,7 +62,6 @@ def test_a_commit_that_is_ready_has_no_fault(ready):
         (lambda p: replace(p / "CITATION.cff", isobit.__version__, "0.0.9"), "CITATION.cff"),
         (lambda p: replace(p / "CHANGELOG.md", "(2026-01-31)", "(not released yet)"), "CHANGELOG"),
         (lambda p: replace(p / "CHANGELOG.md", isobit.__version__, "9.9.9"), "CHANGELOG"),
-        (lambda p: replace(p / "README.md", f"isobit-{isobit.__version__}", "isobit-0.0.9"), "README"),
         (lambda p: (p / "src/isobit/library/evidence.json").write_text("{}"), "not signed"),
         (lambda p: next((p / "docs/reference/keys").iterdir()).unlink(), "there is no docs/reference"),
     ],
