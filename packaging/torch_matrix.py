@@ -1,10 +1,11 @@
-"""Try one wheel under several versions of torch: does it load, attest and pass the golden digests?
+"""Try one wheel under several versions of torch and Python: does it load, attest and pass the golden digests?
 
 Usage:
-    python packaging/torch_matrix.py dist/isobit-*.whl [--versions 2.13.0 2.14.1 2.15.0] [--page FILE]
+    python packaging/torch_matrix.py dist/isobit-*.whl [--versions 2.13.0 2.14.1 2.15.0] [--pythons python3.13 …]
+                                     [--page FILE]
 
-Makes a venv per version in a temporary folder and removes it afterwards. A torch with CUDA takes 5.5 GB and a minute or
-more. `--page` writes the table as Markdown, with the commit, the date and the machine. Exits with 1 if a version fails.
+This Python runs all versions of torch, and the other Pythons the first of them. Makes a venv for each in a temporary
+folder and removes it afterwards. A torch with CUDA takes 5.5 GB and a minute or more. `--page` writes the table as Markdown, with the commit, the date and the machine. Exits with 1 if a version fails.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class Row:
     """What one version of torch did with the wheel."""
 
     torch: str
+    python: str
     executor: str = "not run"
     orders: str = ""
     golden: str = ""
@@ -42,7 +44,8 @@ class Row:
     good: bool = False
 
     def cells(self) -> list[str]:
-        return [self.torch, self.executor, self.orders, self.golden, f"{self.seconds:.0f} s"]
+        seconds = f"{self.seconds:.0f} s"
+        return [self.torch, self.python, self.executor, self.orders, self.golden, seconds]
 
 
 def run(*words: object, cwd: Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
@@ -52,16 +55,16 @@ def run(*words: object, cwd: Path, env: dict[str, str]) -> subprocess.CompletedP
     )
 
 
-def try_version(version: str, wheel: Path, folder: Path) -> Row:
+def try_version(version: str, interpreter: str, wheel: Path, folder: Path) -> Row:
     """Install torch and the wheel in a venv, then run the doctor and the golden tests with them."""
-    row, start = Row(version), time.monotonic()
+    row, start = Row(version, Path(interpreter).name), time.monotonic()
     if shutil.disk_usage(folder).free < SPACE:
         row.executor = f"not run: less than {SPACE / 1e9:.0f} GB free"
         return row
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     python = folder / "venv" / "bin" / "python"
     for words in (
-        (sys.executable, "-m", "venv", folder / "venv"),
+        (interpreter, "-m", "venv", folder / "venv"),
         (python, "-m", "pip", "install", "-q", f"torch=={version}", *BESIDE),
         (python, "-m", "pip", "install", "-q", "--no-deps", wheel),
     ):
@@ -75,6 +78,7 @@ def try_version(version: str, wheel: Path, folder: Path) -> Row:
         return row
     record = json.loads(doctor.stdout)
     row.torch, row.executor = record["machine"]["torch"], record["executor"]
+    row.python = record["machine"]["python"]
     row.orders = "; ".join(
         f"{a['dtype']} {a['detail']}" for a in record["attestations"]
     ) or str(record["native_missing"])  # fmt: skip
@@ -90,11 +94,18 @@ def page(rows: list[Row], wheel: Path, machine: str) -> str:
     """Return the Markdown page."""
     commit = run("git", "rev-parse", "--short", "HEAD", cwd=ROOT, env=dict(os.environ)).stdout
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    names = ("torch", "executor", "orders attested", "tests/golden", "time with installing")
+    names = (
+        "torch",
+        "Python",
+        "executor",
+        "orders attested",
+        "tests/golden",
+        "time with installing",
+    )
     table = [names, ["---"] * len(names), *(row.cells() for row in rows)]
     return "\n".join(
         [
-            "# One wheel under several versions of torch",
+            "# One wheel under several versions of torch and Python",
             "",
             "Written by `python packaging/torch_matrix.py WHEEL --page docs/results/torch-versions.md`",
             f"with the same wheel in each row, `{wheel.name}`",
@@ -128,13 +139,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("wheel", type=Path)
     parser.add_argument("--versions", nargs="+", default=VERSIONS)
+    parser.add_argument("--pythons", nargs="+", default=[], help="programs such as python3.13")
     parser.add_argument("--page", type=Path)
     options = parser.parse_args()
     wheel, rows = options.wheel.resolve(), []
-    for version in options.versions:
-        print(f"torch {version}: installing, about a minute", flush=True)
+    trials = [(version, sys.executable) for version in options.versions]
+    trials += [(options.versions[0], name) for name in options.pythons]
+    for version, name in trials:
+        print(f"torch {version}, {Path(name).name}: installing, about a minute", flush=True)
         with tempfile.TemporaryDirectory() as folder:
-            rows.append(try_version(version, wheel, Path(folder)))
+            rows.append(try_version(version, name, wheel, Path(folder)))
         print(" | ".join(rows[-1].cells()), flush=True)
     if options.page:
         options.page.parent.mkdir(parents=True, exist_ok=True)
