@@ -5,7 +5,8 @@ Usage:
                                      [--page FILE]
 
 This Python runs all versions of torch, and the other Pythons the first of them. Makes a venv for each in a temporary
-folder and removes it afterwards. A torch with CUDA takes 5.5 GB and a minute or more. `--page` writes the table as Markdown, with the commit, the date and the machine. Exits with 1 if a version fails.
+folder and removes it afterwards. A torch with CUDA takes 5.5 GB and a minute or more. `--page` writes the table as
+Markdown, with the commit, the date and the machine. Exits with 1 if a version fails.
 """
 
 from __future__ import annotations
