@@ -142,9 +142,8 @@ def launch(
         function = executors.without_dispatcher(name, given)
         if function is not None:
             check_derivatives(name, given)
-            with (
-                torch._C._AutoDispatchBelowAutograd()
-            ):  # as within an operator: its views are not tracked
+            # As within an operator: views that the function makes are not tracked.
+            with torch._C._AutoDispatchBelowAutograd():
                 return function(*given)
     # The overload itself: its packet would look for it at every call.
     operator = getattr(torch.ops.isobit, PREFIXES[executor] + name).default

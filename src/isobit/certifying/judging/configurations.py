@@ -24,7 +24,7 @@ from isobit.certifying.running.execution import (
     name_of,
 )
 from isobit.certifying.running.storages import Placed
-from isobit.certifying.running.watch import ORDERLESS, Known, Made
+from isobit.certifying.running.watch import ORDERLESS, Elements, Known, Made
 from isobit.errors import ArgumentError, UnsupportedError
 
 ROWS = (1, 3, 16, 64, 70, 130)
@@ -294,7 +294,7 @@ class Surveyed:
         return Placed(axis, entry.place)
 
     def check_parts(self, one: Planned, key: str) -> None:
-        """Raise an error if torch changed a part of an input that does not follow the rows."""
+        """Raise an error if torch changed or read a part of an input that does not follow the rows."""
         if one.rows is None:
             return
         other = self.partners[one.plain][0]
@@ -303,11 +303,16 @@ class Surveyed:
         mine, its = (
             [] if w is None or key not in w.history else w.history[key].parts for w in watches
         )
-        if len(mine) != len(its) or any(
-            a != b and a * other.rows != b * one.rows for a, b in zip(mine, its, strict=False)
+        seen = [() if w is None or key not in w.history else w.history[key].views for w in watches]
+        if (
+            len(mine) != len(its)
+            or any(
+                a != b and a * other.rows != b * one.rows for a, b in zip(mine, its, strict=False)
+            )
+            or not same_views(seen[0], one.rows, seen[1], other.rows)
         ):
             raise UnsupportedError(
-                expected="torch to change the same part of every row of an input before the launch",
+                expected="torch to take the same part of every row of an input before the launch",
                 received=f"another part at {one.rows} rows than at {other.rows} rows of a tensor "
                 f"{origin(self.pilots[one.plain], key)}",
                 remedy="prepare all rows alike",
@@ -601,3 +606,43 @@ def ancestors(key: str, mine: dict[str, Made]) -> list[Made]:
             seen[made.key] = made
             work += made.parents
     return list(seen.values())
+
+
+def same_views(mine: tuple[Elements, ...], rows: int, its: tuple[Elements, ...], many: int) -> bool:
+    """Return whether torch read the same elements of every row, at `rows` rows and at `many`.
+
+    With one row, a tensor whose rows were moved behind other axes is still in order and is not copied. So if one has
+    more views than the other, those that only move rows are left out.
+    """
+    if len(mine) != len(its):
+        mine = tuple(view for view in mine if not only_moves(view, rows))
+        its = tuple(view for view in its if not only_moves(view, many))
+    return len(mine) == len(its) and all(
+        len(one[0]) == len(other[0]) and follows(one, rows, other, many)
+        for one, other in zip(mine, its, strict=True)
+    )
+
+
+def follows(one: Elements, rows: int, other: Elements, many: int) -> bool:
+    """Return whether sizes, strides and offset of two views are equal, or in the ratio of the rows."""
+    pairs = [*zip(one[0], other[0], strict=True), (one[2], other[2])]
+    # The stride of an axis of one element says nothing.
+    pairs += [
+        (a, b)
+        for a, b, m, n in zip(one[1], other[1], one[0], other[0], strict=True)
+        if m != 1 and n != 1
+    ]
+    return all(a == b or a * many == b * rows for a, b in pairs)
+
+
+def only_moves(view: Elements, rows: int) -> bool:
+    """Return whether the elements of each row are in the order in which they were, from its first one on."""
+    shape, stride, offset = view
+    step = 1
+    for size, length in reversed(list(zip(shape, stride, strict=True))):
+        if size in (1, rows):
+            continue
+        if length != step:
+            return False
+        step *= size
+    return offset == 0

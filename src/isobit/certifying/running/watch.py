@@ -11,8 +11,9 @@ outside torch in every call (`torch.from_numpy`) is named by the argument that i
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -76,6 +77,9 @@ SIZES = frozenset(
 SMALL = 1 << 16  # elements that are filled with zeros where their values do not matter
 
 
+Elements = tuple[tuple[int, ...], tuple[int, ...], int]  # shape, stride and offset of a view
+
+
 class Receiver(Protocol):
     """What takes the launches of a function."""
 
@@ -108,6 +112,7 @@ class Made:
         axes: the axes that the operator reduced, if it says so.
         parts: sizes, strides and offsets of parts that were changed in place.
         floats: whether it was made as floats: then its bits are floats, whatever a view of it is called.
+        views: (shape, stride, offset) of each view that it and its parents were computed from, but for whole tensors.
     """
 
     key: str
@@ -122,6 +127,7 @@ class Made:
     axes: tuple[int, ...] | None = None
     parts: tuple[int, ...] = ()
     floats: bool = False
+    views: tuple[Elements, ...] = ()
 
 
 @dataclass
@@ -143,6 +149,21 @@ class Known:
 def storage_of(tensor: torch.Tensor) -> int:
     """Return the number that identifies a tensor's storage while it lives."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def views_of(tensors: list[torch.Tensor]) -> list[Elements]:
+    """Return which elements of their storages tensors are, but for those that are all elements in their order."""
+    return [
+        (tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+        for tensor in tensors
+        if not tensor.is_contiguous()
+        or tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size()
+    ]
+
+
+def joined(*views: Iterable[Elements]) -> tuple[Elements, ...]:
+    """Return views in their order, each once: chains of operators share their parents."""
+    return tuple(dict.fromkeys(itertools.chain(*views)))
 
 
 def digest(*parts: str) -> str:
@@ -290,7 +311,8 @@ class Watch(DispatchMode):  # type: ignore[misc]
             self.alive.append(tensor.untyped_storage())
             self.bytes += tensor.untyped_storage().nbytes()
             if operator == "aten::clone" and (source := self.made.get(storage_of(given[0]))):
-                self.made[storage] = source
+                copied = replace(source, views=joined(source.views, views_of(given)))
+                self.made[storage] = self.history[source.key] = copied
                 return
         kind = "scratch" if operator in UNINITIALISED else "tensor"
         read = [] if operator in VALUELESS else given
@@ -325,6 +347,7 @@ class Watch(DispatchMode):  # type: ignore[misc]
             operator in RANDOM or any(one.random for one in others),
             (axes,) if isinstance(axes, int) else None if axes is None else tuple(axes),
             floats=floats,
+            views=joined(*(one.views for one in others), views_of(read)),
         )
         if before is not None:
             whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
@@ -336,6 +359,7 @@ class Watch(DispatchMode):  # type: ignore[misc]
                 random=made.random or before.random,
                 parts=before.parts if whole else (*before.parts, *map(int, part)),
                 floats=before.floats,
+                views=joined(before.views, made.views),
             )
         self.made[storage] = self.history[made.key] = made
 

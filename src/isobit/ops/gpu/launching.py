@@ -71,9 +71,10 @@ Layout = tuple[tuple[int, ...], tuple[int, ...]]  # size and stride
 
 def contiguous(size: tuple[int, ...]) -> Layout:
     """Return a size with the strides of a contiguous tensor."""
-    strides = [1]
-    for extent in size[:0:-1]:
-        strides.append(strides[-1] * max(extent, 1))
+    strides, step = [], 1
+    for extent in reversed(size):
+        strides.append(step)
+        step *= max(extent, 1)
     return size, tuple(reversed(strides))
 
 
