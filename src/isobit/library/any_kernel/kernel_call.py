@@ -104,7 +104,10 @@ def sizes_in_words(contract: Contract) -> list[str]:
     found = []
     for name, drawn in contract.inputs.items():
         claims = [claim.id for claim in contract.claims if name in claim.inputs]
-        of = "all claims" if len(claims) == len(contract.claims) else ", ".join(claims)
+        others = [claim.id for claim in contract.claims if name not in claim.inputs]
+        of = "all claims" if not others else ", ".join(claims)
+        if others == ["overflow"]:
+            of = "all other claims"
         found.append(f"{words_of(drawn)} ({of})")
     return found
 
