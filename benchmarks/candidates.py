@@ -23,7 +23,7 @@ from isobit.library.any_kernel.kernel_judging import chosen
 from isobit.library.any_kernel.signatures import LIKE
 
 CLAIMS = (
-    "call", "rows", "rows-of-the-gradient", "storage", "accuracy", "gradients", "decode-is-prefill",
+    "call", "rows", "rows-of-the-gradient", "storage", "accuracy", "overflow", "gradients", "decode-is-prefill",
 )  # fmt: skip
 COMPILED = ("silu", "softmax", "rms_norm")
 

@@ -88,6 +88,16 @@ def flushed_subnormals():
 
 
 @contextmanager
+def disabled_onednn():
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)  # as torch.backends.mkldnn.flags does
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
+@contextmanager
 def strict_warnings():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -105,7 +115,9 @@ def test_kernels_attest_under_all_modes_of_the_first_call_at_once(unattested):
         modes.enter_context(torch.autocast("cpu", torch.bfloat16))
         modes.enter_context(FakeTensorMode())
         modes.enter_context(strict_warnings())
+        modes.enter_context(disabled_onednn())
         assert dispatch.has_native()
+        assert not torch._C._get_mkldnn_enabled()
         assert machine.flushes_subnormals()
     assert torch.equal(torch.get_rng_state(), state)
 

@@ -130,3 +130,22 @@ def softmax_of_chunks(x):
 def softmax_of_chunks_in_fp32(x):
     """Right: the chunks are added in fp32."""
     return softmax_of_chunks(x.float().contiguous()).to(x.dtype)
+
+
+def softmax_without_maximum(x):
+    """Divide infinity by infinity where a logit is above 88."""
+    powers = x.float().contiguous().exp()
+    return (powers / powers.sum(-1, keepdim=True)).to(x.dtype)
+
+
+def silu_by_powers(x):
+    """Divide infinity by infinity above 88."""
+    power = x.float().exp()
+    return (x.float() * power / (1 + power)).to(x.dtype)
+
+
+def mean_in_fp16(x, weight):
+    """Keep the mean of squares in the dtype of x: in fp16 it is infinite where x is above 256."""
+    h = x.float().contiguous()
+    mean = h.square().mean(-1, keepdim=True).to(x.dtype).float()
+    return (h * torch.rsqrt(mean + 1e-6) * weight.float()).to(x.dtype)

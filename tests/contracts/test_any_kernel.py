@@ -160,7 +160,7 @@ def test_the_command(tmp_path, capsys):
     words = ("torch.nn.functional:silu", "--like", "silu", "--dtype", "fp32", "--html", str(page))
     code, out, _ = check(*words, capsys=capsys)
     assert code == 1
-    assert "torch.nn.functional:silu as silu: 3 of 6 claims kept; sabotage caught 14 of 14" in out
+    assert "torch.nn.functional:silu as silu: 4 of 7 claims kept; sabotage caught 15 of 15" in out
     assert "BROKEN rows: rows " in out
     assert "any-silu-v1" in page.read_text()
     code, out, _ = check("isobit:silu", "--like", "silu", "--json", capsys=capsys)

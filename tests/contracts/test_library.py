@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[2]
 # How many contracts, and how many claims, require each level, and reach it where they are kept. New ones raise these;
 # no claim falls. A contract is as high as its lowest obligation.
 CONTRACTS = {2: 58, 3: 32, 4: 6}
-CLAIMS = {2: 411, 3: 239, 4: 77}
+CLAIMS = {2: 419, 3: 239, 4: 77}
 # These, and what depends on them, take nine tenths of the time of all.
 LONG = {
     "attention-kernel-v1",

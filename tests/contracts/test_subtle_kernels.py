@@ -59,3 +59,18 @@ def test_a_sum_in_bf16_is_rejected_at_a_vocabulary(capsys):
     assert broken_claims("softmax_of_chunks", "softmax", "bf16", capsys, *asked) == {"accuracy"}
     for dtype in ("bf16", "fp16", "fp32"):
         assert not broken_claims("softmax_of_chunks_in_fp32", "softmax", dtype, capsys, *words)
+
+
+@pytest.mark.parametrize(
+    ("name", "like", "dtype"),
+    [
+        ("softmax_without_maximum", "softmax", "fp32"),
+        ("silu_by_powers", "silu", "bf16"),
+        ("mean_in_fp16", "rms_norm", "fp16"),
+    ],
+)
+def test_what_overflows_at_large_values_is_rejected(name, like, dtype, capsys):
+    """They are within every bound for values of about 1, and NaN or zero at 512."""
+    words = ("--claims", "accuracy,overflow", "--forward-only")
+    assert broken_claims(name, like, dtype, capsys, *words) == {"overflow"}
+    assert broken_claims(name, like, dtype, capsys, *words, "--quick") == {"overflow"}

@@ -123,7 +123,8 @@ def test_every_operator_has_few_sizes_and_large_ones():
 
 def test_sizes_of_the_command_line_replace_the_listed_ones():
     found = with_given_sizes(chosen("softmax", None), [("n", (32768,)), ("rows", (2, 4))])
-    assert dict(found.inputs["rows"].sizes) == {"rows": (2, 4), "n": (32768,)}
-    assert list(found.inputs) == ["rows"]
+    assert list(found.inputs) == ["rows", "massive"]
+    for drawn in found.inputs.values():
+        assert dict(drawn.sizes) == {"rows": (2, 4), "n": (32768,)}
     with pytest.raises(ArgumentError, match="rows, n"):
         with_given_sizes(chosen("softmax", None), [("v", (3,))])

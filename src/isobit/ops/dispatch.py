@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache, update_wrapper
 from importlib import import_module
@@ -105,7 +106,8 @@ def attestations() -> tuple[Attestation, ...]:
         return ()
     try:
         torch.ops.isobit.attest(True)  # the probes are calls of the kernels themselves
-        found = run_apart(attest_kernels)
+        with enabled_onednn():
+            found = run_apart(attest_kernels)
         kept = all(a.kept for a in found)
         if kept:
             register_native_operators()
@@ -118,6 +120,17 @@ def attestations() -> tuple[Attestation, ...]:
         withdraw_attestation()
         raise
     return found
+
+
+@contextmanager
+def enabled_onednn() -> Iterator[None]:
+    """Enable oneDNN, which torch.backends.mkldnn.flags may have disabled for the process; the kernels ask for it."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(True)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
 
 
 def withdraw_attestation() -> None:

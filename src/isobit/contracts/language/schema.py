@@ -34,7 +34,7 @@ from isobit.contracts.language.grammar import (
 
 LEVELS = ("L0", "L1", "L2", "L3", "L4")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-VALUES = ("normal", "wide", "logits", "unit", "positive", "cancelling")
+VALUES = ("normal", "wide", "large", "logits", "unit", "positive", "cancelling")
 EDGES = ("zeros", "subnormals", "infinities", "nans", "ties", "huge", "tiny", "empty", "single")
 UNITS = ("ulp", "abs", "rel", "norm")
 TRANSFORMS = (

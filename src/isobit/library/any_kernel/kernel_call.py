@@ -18,7 +18,7 @@ from torch import Tensor
 from isobit import bits
 from isobit.certifying.running.user_kernels import FAULTS, ResourcesError, Running
 from isobit.contracts.judge.bound import bind, called, find_subject, named_function
-from isobit.contracts.judge.recipes import Case, fixed_recipes
+from isobit.contracts.judge.recipes import LARGE_SCALE, Case, fixed_recipes
 from isobit.contracts.judge.tally import Tally
 from isobit.contracts.language.contract import Contract, Inputs
 from isobit.contracts.options import Options
@@ -35,6 +35,7 @@ from isobit.library.any_kernel.within import UPSTREAM, Operator
 # small sizes, and the others for accuracy alone.
 
 LARGE = ("wide", "many")
+MASSIVE = "massive"  # inputs of small sizes and large values, for accuracy alone
 # More than 16 rows: planted kernels change their order there. An embedding's first and last id are among few.
 FEW = {"rows": (3, 18), "samples": (18,), "n": (40,), "v": (40,), "tokens": (1, 3)}
 FEW_IDS = {"rows": (3, 33), "v": (5,)}
@@ -103,7 +104,10 @@ def sizes_in_words(contract: Contract) -> list[str]:
     found = []
     for name, drawn in contract.inputs.items():
         claims = [claim.id for claim in contract.claims if name in claim.inputs]
-        of = "all claims" if len(claims) == len(contract.claims) else ", ".join(claims)
+        others = [claim.id for claim in contract.claims if name not in claim.inputs]
+        of = "all claims" if not others else ", ".join(claims)
+        if others == ["overflow"]:
+            of = "all other claims"
         found.append(f"{words_of(drawn)} ({of})")
     return found
 
@@ -117,7 +121,9 @@ def words_of(drawn: Inputs) -> str:
         f"{size} {', '.join(f'{value:,}' for value in values)}"
         for size, values in drawn.sizes.items()
     )
-    return f"{shapes}: {sizes}; {', '.join(drawn.dtypes)}"
+    first = next(iter(drawn.arguments))
+    values = f"; |{first}| about {LARGE_SCALE}" if drawn.values == "large" else ""
+    return f"{shapes}: {sizes}{values}; {', '.join(drawn.dtypes)}"
 
 
 REMEDY = {
@@ -164,7 +170,7 @@ def first_call(contract: Contract, options: Options, like: str, forward_only: bo
     subject = called(contract, watched, options)
     record = ClaimRecord("call", "holds", "kept", 2, 2)
     for name, inputs in contract.inputs.items():
-        if name in LARGE:  # claims judge them
+        if name in (*LARGE, MASSIVE):  # claims judge them
             continue
         for dtype in inputs.dtypes:
             recipe = list(fixed_recipes(name, replace(inputs, dtypes=(dtype,))))[-1]

@@ -23,6 +23,8 @@ from isobit.library.any_kernel.subjects import attention
 from isobit.library.claims import with_backward, with_value
 from isobit.library.stock import IGNORED
 
+LARGEST_OF_FP16 = torch.finfo(torch.float16).max
+
 # Products, norms, softmaxes and activations.
 
 
@@ -80,6 +82,12 @@ def rms_norm_constant_scale(x: Tensor, weight: Tensor) -> Tensor:
     return (x.float() * scale * weight.float()).to(x.dtype)
 
 
+def rms_norm_of_saturated_squares(x: Tensor, weight: Tensor) -> Tensor:
+    """Take the mean of squares for the largest number of fp16 where it is larger."""
+    mean = x.float().square().mean(-1, keepdim=True).clamp(max=LARGEST_OF_FP16)
+    return (x.float() * (mean + RMS_EPS).rsqrt() * weight.float()).to(x.dtype)
+
+
 def layer_norm_unbiased(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """Divide the variance by n − 1."""
     h = x.float()
@@ -109,6 +117,14 @@ def layer_norm_constant_scale(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor
     return ((h - h.mean(-1, keepdim=True)) * scale * weight.float() + bias.float()).to(x.dtype)
 
 
+def layer_norm_of_saturated_squares(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Take the variance for the largest number of fp16 where it is larger."""
+    h = x.float()
+    variance = h.var(-1, correction=0, keepdim=True).clamp(max=LARGEST_OF_FP16)
+    unit = (h - h.mean(-1, keepdim=True)) * (variance + LAYER_EPS).rsqrt()
+    return (unit * weight.float() + bias.float()).to(x.dtype)
+
+
 def softmax_over_rows(x: Tensor) -> Tensor:
     """Normalize over the other axis."""
     return torch.softmax(x.float(), 0).to(x.dtype)
@@ -125,6 +141,12 @@ def softmax_with_one_more(x: Tensor) -> Tensor:
     return (powers / (powers.sum(-1, keepdim=True) * 1.001)).to(x.dtype)
 
 
+def softmax_without_maximum(x: Tensor) -> Tensor:
+    """Overflow above 88: the maximum is not subtracted."""
+    powers = x.float().exp()
+    return (powers / powers.sum(-1, keepdim=True)).to(x.dtype)
+
+
 def softmax_constant_sum(x: Tensor) -> Tensor:
     """Take the divisor for a constant in the gradient."""
     powers = (x.float() - x.float().amax(-1, keepdim=True).detach()).exp()
@@ -139,6 +161,11 @@ def log_softmax_guarded(x: Tensor) -> Tensor:
 def log_softmax_without_last(x: Tensor) -> Tensor:
     """Leave the last element out of the sum."""
     return (x.float() - torch.logsumexp(x.float()[..., :-1], -1, keepdim=True)).to(x.dtype)
+
+
+def log_softmax_without_maximum(x: Tensor) -> Tensor:
+    """Overflow above 88: the maximum is not subtracted."""
+    return (x.float() - x.float().exp().sum(-1, keepdim=True).log()).to(x.dtype)
 
 
 def log_softmax_constant_sum(x: Tensor) -> Tensor:
@@ -163,6 +190,12 @@ def silu_too_steep(x: Tensor) -> Tensor:
     return (x.float() * torch.sigmoid(1.702 * x.float())).to(x.dtype)
 
 
+def silu_by_powers(x: Tensor) -> Tensor:
+    """Divide infinity by infinity above 88: the sigmoid as eˣ / (1 + eˣ)."""
+    power = x.float().exp()
+    return (x.float() * power / (1 + power)).to(x.dtype)
+
+
 def silu_constant_gate(x: Tensor) -> Tensor:
     """Take the sigmoid for a constant in the gradient."""
     return (x.float() * torch.sigmoid(x.float()).detach()).to(x.dtype)
@@ -181,6 +214,13 @@ def gelu_by_sigmoid(x: Tensor) -> Tensor:
 def gelu_by_tanh(x: Tensor) -> Tensor:
     """Return the tanh approximation."""
     return F.gelu(x.float(), approximate="tanh").to(x.dtype)
+
+
+def gelu_by_powers(x: Tensor) -> Tensor:
+    """Divide infinity by infinity where x is large: tanh as (e²ᶻ − 1) / (e²ᶻ + 1)."""
+    h = x.float()
+    power = (2 * 0.7978845608028654 * (h + 0.044715 * h**3)).exp()
+    return (0.5 * h * (1 + (power - 1) / (power + 1))).to(x.dtype)
 
 
 def gelu_constant_share(x: Tensor) -> Tensor:
@@ -207,6 +247,11 @@ def swiglu_by_gelu(gate: Tensor, up: Tensor) -> Tensor:
 def swiglu_by_sigmoid(gate: Tensor, up: Tensor) -> Tensor:
     """Gate by the sigmoid alone."""
     return (torch.sigmoid(gate.float()) * up.float()).to(gate.dtype)
+
+
+def swiglu_by_powers(gate: Tensor, up: Tensor) -> Tensor:
+    """Divide infinity by infinity above 88: the sigmoid as eˣ / (1 + eˣ)."""
+    return (silu_by_powers(gate.float()) * up.float()).to(gate.dtype)
 
 
 def swiglu_constant_gate(gate: Tensor, up: Tensor) -> Tensor:
@@ -301,6 +346,13 @@ def smoothed(logits: Tensor, targets: Tensor) -> Tensor:
 def guarded_logarithm(logits: Tensor, targets: Tensor) -> Tensor:
     """Add 1e-4 inside the logarithm."""
     found = -torch.log(torch.softmax(logits.float(), -1) + 1e-4)
+    chosen = found.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return chosen.masked_fill(targets == IGNORED, 0).to(logits.dtype)
+
+
+def cross_entropy_without_maximum(logits: Tensor, targets: Tensor) -> Tensor:
+    """Overflow above 88: the maximum is not subtracted."""
+    found = -log_softmax_without_maximum(logits.float())
     chosen = found.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     return chosen.masked_fill(targets == IGNORED, 0).to(logits.dtype)
 
