@@ -297,18 +297,22 @@ class Surveyed:
         """Raise an error if torch changed or read a part of an input that does not follow the rows."""
         if one.rows is None:
             return
-        other = self.partners[one.plain][0]
+        for other in self.partners[one.plain]:  # two: a size of a weight may be one of their rows
+            self.compare_parts(one, other, key)
+
+    def compare_parts(self, one: Planned, other: Planned, key: str) -> None:
+        """Raise an error if an input was made of another part of a tensor than at other rows."""
+        assert one.rows is not None
         assert other.rows is not None
-        watches = self.pilots[one.plain].watch, self.pilots[other].watch
         mine, its = (
-            [] if w is None or key not in w.history else w.history[key].parts for w in watches
+            None if watch is None else watch.history.get(key)
+            for watch in (self.pilots[one.plain].watch, self.pilots[other].watch)
         )
-        seen = [() if w is None or key not in w.history else w.history[key].views for w in watches]
+        changed = [() if made is None else made.parts for made in (mine, its)]
+        seen = [() if made is None else made.views for made in (mine, its)]
         if (
-            len(mine) != len(its)
-            or any(
-                a != b and a * other.rows != b * one.rows for a, b in zip(mine, its, strict=False)
-            )
+            len(changed[0]) != len(changed[1])
+            or any(a != b and a * other.rows != b * one.rows for a, b in zip(*changed, strict=True))
             or not same_views(seen[0], one.rows, seen[1], other.rows)
         ):
             raise UnsupportedError(
@@ -638,11 +642,15 @@ def follows(one: Elements, rows: int, other: Elements, many: int) -> bool:
 def only_moves(view: Elements, rows: int) -> bool:
     """Return whether the elements of each row are in the order in which they were, from its first one on."""
     shape, stride, offset = view
+    inner = min(
+        (length for size, length in zip(shape, stride, strict=True) if size == rows), default=0
+    )
     step = 1
     for size, length in reversed(list(zip(shape, stride, strict=True))):
         if size in (1, rows):
             continue
-        if length != step:
+        # Rows that are inside of an axis make its stride as many times as large.
+        if length != step and not (inner and inner < length == step * rows):
             return False
         step *= size
     return offset == 0

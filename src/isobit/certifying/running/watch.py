@@ -7,6 +7,8 @@ the same name in two calls exactly if it is the same input. A tensor that torch 
 number among those of one recipe. A tensor from outside the function is named by its storage, which is one object in
 all calls; one that the function keeps from an earlier call is named by its recipe in that call. A tensor that is made
 outside torch in every call (`torch.from_numpy`) is named by the argument that it is passed as; its content is compared.
+Which elements of its parents a tensor was computed from (`views`) is no part of its name, because sizes follow rows;
+the judge compares it between row counts.
 """
 
 from __future__ import annotations
