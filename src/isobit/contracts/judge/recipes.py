@@ -212,9 +212,8 @@ class Case:
             found = draw_values(
                 shape, "wide" if kind == "cancelling" else kind, self.generator(stream)
             )
-            if (
-                kind == "large" and leading
-            ):  # of one argument: in fp16 products of two would overflow
+            # One argument only: in fp16 products of two would overflow.
+            if kind == "large" and leading:
                 found = found * LARGE_SCALE
             return (cancel(found, leading) if kind == "cancelling" else found).to(self.dtype)
 

@@ -105,9 +105,8 @@ def sizes_in_words(contract: Contract) -> list[str]:
     for name, drawn in contract.inputs.items():
         claims = [claim.id for claim in contract.claims if name in claim.inputs]
         others = [claim.id for claim in contract.claims if name not in claim.inputs]
-        of = "all claims" if not others else ", ".join(claims)
-        if others == ["overflow"]:
-            of = "all other claims"
+        of = {(): "all claims", ("overflow",): "all other claims"}.get(tuple(others))
+        of = of or ", ".join(claims)
         found.append(f"{words_of(drawn)} ({of})")
     return found
 
