@@ -2,6 +2,7 @@
 
 `record NAME` stores a run in docs/results/records; `pages` writes the records into the documentation.
 `follow` runs the blocks of the documentation with another Python, such as one with a fresh wheel.
+`full_check` runs every test, in shards whose results are kept.
 """
 
 import argparse
@@ -47,7 +48,7 @@ CASES = (
     "vllm_lora",
 )
 
-if sys.argv[1:2] in (["record"], ["pages"], ["follow"]):
+if sys.argv[1:2] in (["record"], ["pages"], ["follow"], ["full_check"]):
     module = {"record": "records"}.get(sys.argv[1], sys.argv[1])
     sys.exit(import_module(f"benchmarks.{module}").main(sys.argv[2:]))
 

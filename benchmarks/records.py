@@ -62,6 +62,7 @@ COMMANDS = {
     "vllm-lora": "python -m benchmarks vllm_lora",
     "vllm-speed": ".venv-vllm/bin/python -m benchmarks.vllm_speed",
     "vllm-grpo": "python examples/grpo_vllm.py --steps 40",
+    "full-check": "python -m benchmarks full_check",
     "gpu-contracts": "isobit verify isobit --backend interpreter --target sm_90 --json",
 }
 

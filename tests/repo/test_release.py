@@ -113,10 +113,11 @@ def stored():
 
 
 def test_every_record_has_a_command_and_the_reverse():
-    assert set(stored()) == set(records.COMMANDS)
+    # The full check is recorded when it has run as a whole; the others always have a record.
+    assert set(stored()) | {"full-check"} == set(records.COMMANDS)
 
 
-@pytest.mark.parametrize("name", sorted(records.COMMANDS))
+@pytest.mark.parametrize("name", sorted(stored()))
 def test_a_record_is_of_the_sources_that_it_says(name):
     record = stored()[name]
     known = subprocess.run(
