@@ -25,9 +25,17 @@ ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "docs" / "results" / "records"
 SOURCES = ("src", "csrc", "benchmarks", "examples", "setup.py", "constraints.txt")
 NOT_SOURCES = ("src/isobit/library/evidence.json", "src/isobit/certifying/running/sass.json")
+GATE = "isobit gate training --dtype fp32 bf16"
 COMMANDS = {
-    "one-run": "isobit gate training --workload whole --dtype float32 bfloat16 --stock --json",
+    "one-run": f"{GATE} --workload small --stock --jobs 2 --keep build/one-run.jsonl --json",
+    "one-run-experts": f"{GATE} --workload moe --stock --jobs 2 --keep build/experts.jsonl --json",
+    "one-run-processes": f"{GATE} --workload small --transport gloo --keep build/gloo.jsonl --json"
+    " --layouts 1x1x1 1x4x1 2x1x1 2x2x1 4x1x1 4x2x1 1x1x2 2x1x2 2x2x2 1x1x4 ddp:2x4x1 fsdp2:4x2x1",
+    "one-run-whole": f"{GATE} --workload whole --keep build/whole.jsonl --json"
+    " --layouts 1x1x1 1x4x1 1x8x1 2x1x1 2x2x1 4x2x1 1x1x2 2x1x2",
     "model": "isobit gate model --model qwen3-0.6b --dtype bfloat16 --json",
+    "model-lora": "isobit gate model --model benchmarks/gate_models.py:mistral_lora --dtype bf16 --json",
+    "model-experts": "isobit gate model --model benchmarks/gate_models.py:qwen3_moe --dtype bf16 --json",
     "contracts": "isobit verify isobit --json",
     "linear": "python -m benchmarks linear --quick",
     "bounds": "python -m benchmarks bounds",
