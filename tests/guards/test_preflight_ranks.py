@@ -266,7 +266,9 @@ def test_the_rules_of_check_training_are_applied():
     """C-TRAINCFG-001: 22,079 sequences were 43 steps of 512, and warm-up was longer."""
     run = Counts(4, 16, 512, 22_079, 1000, ranks=8)
     wrong = {"epochs": 1, "max_steps": 5000, "warmup_steps": 2000}
-    found = {rule for rule, _, _ in steps_suffice(run, wrong)}
+    texts = {rule: text for rule, _, text in steps_suffice(run, wrong)}
+    assert texts["config-reachable"].startswith("8 ranks: expected ")
+    found = set(texts)
     assert found >= {"config-reachable", "config-warmup-completes"}
     right = {"epochs": 200, "max_steps": 5000, "warmup_steps": 100}
     assert list(steps_suffice(run, right)) == []
@@ -274,4 +276,5 @@ def test_the_rules_of_check_training_are_applied():
         list(counts_are_as_configured(run, {"batch_size": float("inf")}))
     alone = Counts(4, 16, 64, 22_079, 1000)  # one rank: 344 steps an epoch
     assert list(steps_suffice(alone, {**right, "epochs": 15})) == []
+    assert all(text.startswith("expected ") for _, _, text in steps_suffice(alone, wrong))
     assert list(steps_suffice(run, {**right, "epochs": 15}))

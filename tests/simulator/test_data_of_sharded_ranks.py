@@ -128,6 +128,35 @@ def test_habits_of_shards_are_judged():
     assert ("not finite", (2,)) in found(False, True)
 
 
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("forgotten", ["", "maker", "judge"])
+def test_adversaries_clear_their_own_gradients(forgotten, to_none):
+    """The judge still has its gradient when the maker's backward begins, and clears it before its own next step."""
+
+    def program(rank):
+        models = {"maker": build(0), "judge": build(1)}
+        updates = {n: torch.optim.SGD(m.parameters(), lr=0.1) for n, m in models.items()}
+
+        def step(name, loss):
+            if name != forgotten:
+                updates[name].zero_grad(set_to_none=to_none)
+            loss.backward()
+            for parameter in models[name].parameters():
+                dist.all_reduce(parameter.grad, dist.ReduceOp.AVG)
+            updates[name].step()
+
+        for at in range(3):
+            x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * at + rank))
+            made = models["maker"](x)
+            step("judge", models["judge"](made.detach()).square().mean())
+            step("maker", models["judge"](made).square().mean())
+
+    found = World(2, watch=("training",), strict=False).run(program).findings
+    kept = {error.ranks for error in found if error.kind == "gradients kept"}
+    assert kept == ({(0, 1)} if forgotten else set())
+    assert forgotten or not found
+
+
 @pytest.mark.parametrize(
     ("body", "missing"),
     [

@@ -101,12 +101,13 @@ def steps_suffice(
         given["parameters"] = found.parameters
     plan = plan_of(config, given)
     judgement = judge_plan(plan)
+    on = f"{found.ranks} ranks: " if found.ranks > 1 else ""
     for each in judgement.findings:
         severity = "warning" if each.rule in MINOR else "error"
         yield (
             f"config-{each.rule}",
             "info" if each.rule == "tokens" else severity,
-            f"{found.ranks} ranks: expected {each.expected}; received {each.received}; {each.remedy}",
+            f"{on}expected {each.expected}; received {each.received}; {each.remedy}",
         )
     is_known = any(each.rule == "peak-reached" for each in judgement.findings)
     if peak is not None and plan.rate and judgement.steps and not is_known:

@@ -47,14 +47,42 @@ class StepHabits:
 
 
 @dataclass
+class SteppedGradient:
+    """The gradient of the last step of a parameter, and what has become of it since.
+
+    Attributes:
+        parameter: The parameter.
+        before: The digest of the gradient that its optimizer read.
+        is_seen: Whether a backward has begun since.
+        is_kept: Whether the first one began with this gradient, and none with a cleared one.
+    """
+
+    parameter: Tensor
+    before: str
+    is_seen: bool = False
+    is_kept: bool = False
+
+    def note_backward(self) -> None:
+        """Look at the gradient with which a backward begins."""
+        if self.is_seen and not self.is_kept:
+            return
+        gradient = local_gradient(self.parameter)
+        if self.is_seen:
+            self.is_kept = gradient is not None and not is_zero(gradient)
+            return
+        self.is_seen = True
+        self.is_kept = (
+            gradient is not None and digest(gradient) == self.before and not is_zero(gradient)
+        )
+
+
+@dataclass
 class Habits:
     """What one rank has done so far."""
 
     owned: dict[int, Tensor] = field(default_factory=dict)
     roots: dict[int, nn.Module] = field(default_factory=dict)
-    stepped: dict[int, tuple[Tensor, str]] = field(default_factory=dict)
-    kept: str = ""
-    passes: int = 0
+    stepped: dict[int, SteppedGradient] = field(default_factory=dict)
     sampler: tuple[int, int, int] | None = None  # (sampler, its epoch, number of the iteration)
     iterations: int = 0
     orders: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -65,15 +93,13 @@ class Habits:
     written: dict[str, str] = field(default_factory=dict)
 
     def note_backward(self) -> None:
-        """Look for gradients of the last step that nobody has cleared, at the first pass after it."""
-        self.passes += 1
-        if self.passes > 1:
-            return
-        for parameter, before in self.stepped.values():
-            gradient = local_gradient(parameter)
-            if gradient is not None and digest(gradient) == before and not is_zero(gradient):
-                self.kept = name_of(self.roots.values(), parameter)
-                return
+        """Look for gradients of earlier steps that nobody has cleared.
+
+        The pass may be one of another model: a generator is trained through a discriminator whose gradients are
+        cleared before its own next step. So a gradient counts as kept when its parameter's next step reads it.
+        """
+        for each in self.stepped.values():
+            each.note_backward()
 
     def note_step(
         self, parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]
@@ -90,18 +116,19 @@ class Habits:
             for n, p in named.items()
             if type(p) is nn.Parameter or isinstance(p, DTensor)
         }
+        ended = [self.stepped.pop(id(parameter), None) for parameter in parameters]
+        kept = next((each.parameter for each in ended if each and each.is_kept), None)
         seen = StepHabits(
-            self.kept,
+            "" if kept is None else name_of(self.roots.values(), kept),
             frozenset(n for n, p in plain.items() if p.requires_grad and p.grad is not None),
             frozenset(n for n, p in plain.items() if id(p) in self.owned),
             order,
         )
-        self.stepped = {
-            id(p): (p, digest(g))
+        self.stepped |= {
+            id(p): SteppedGradient(p, digest(g))
             for p, g in zip(parameters, gradients, strict=True)
             if g is not None
         }
-        self.kept, self.passes = "", 0
         return seen
 
 
