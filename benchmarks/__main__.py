@@ -32,6 +32,7 @@ CASES = (
     "audit",
     "audit_whole",
     "certify",
+    "certificates",
     "leaf",
     "kernels",
     "binaries",

@@ -44,6 +44,17 @@ def test_the_check_sees_a_fused_product(monkeypatch):
     )
 
 
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_the_recorded_digests_are_of_the_kernels_that_are_made(target):
+    """A digest of a text that Triton no longer makes is compared with nothing, and nobody would see it."""
+    calls = attested_calls(target, ("silu", "exact_sum"))
+    assert len(calls) >= 7
+    for kernel, call in calls:
+        digest = compiler_for(target).compile(kernel, call).facts.digest
+        assert card.recorded(target, digest), kernel.__name__
+    assert not card.recorded(target, "0" * 32)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("target", NVIDIA)
 def test_ptxas_keeps_the_roundings_and_the_products(target):
