@@ -23,7 +23,8 @@ from tests.certifying import careless_subjects as careless
 from tests.certifying.test_no_false_certificate import RIGHT, all_wrong
 
 KEPT = ROOT / "build" / "certificates"
-ROW_COUNTS = (1, 3, 16, 70)  # one row, tiles that are not full, a multiple of 16, and several programs
+# One row, tiles that are not full, a multiple of 16, and several programs.
+ROW_COUNTS = (1, 3, 16, 70)
 UNUSUAL = ("in_place", "strided", "reversed_view", "heuristic", "lambda_grid", "returns_tuple",
            "two_views", "launches_in_thread", "exponential", "calls_cuda", "asks_the_card")  # fmt: skip
 
