@@ -33,6 +33,7 @@ CASES = (
     "audit",
     "audit_whole",
     "certify",
+    "certificates",
     "leaf",
     "kernels",
     "binaries",

@@ -5,7 +5,9 @@ values of arguments are equal. A form for few rows is another binary than one fo
 rows, which reach every form, may add binaries. Any further number must add none.
 """
 
+import resource
 from collections import defaultdict
+from dataclasses import replace
 
 import torch
 from rich.console import Console
@@ -13,6 +15,7 @@ from rich.table import Table
 
 from benchmarks.kernel_launches import (
     LARGE,
+    MIXTURE,
     ROW_COUNTS,
     SHORT,
     SMALL,
@@ -20,6 +23,7 @@ from benchmarks.kernel_launches import (
     record,
 )
 
+WORDS = 151_936  # of all three; the memory of their tables is not touched
 FURTHER = (2, 4, 5, 15, 16, 33, 48, 99, 113, 127, 128, 129, 256, 777, 1000, 2048)
 
 
@@ -56,17 +60,19 @@ def run(quick, threads, dtypes):
     table = Table(
         "operator, both ways", "dtype", "launches", *header, f"and {len(further)} more", "by values"
     )
-    grows = []
+    torch.utils.deterministic.fill_uninitialized_memory = False  # of this process
+    grows, every = [], [replace(each, words=WORDS) for each in (LARGE, SMALL, MIXTURE)]
     for dtype in (torch.bfloat16, torch.float32):
-        found = count("sm_90", (LARGE, SMALL), dtype, ROW_COUNTS + further)
+        found = count("sm_90", every, dtype, ROW_COUNTS + further)
         grows += growing(found, len(ROW_COUNTS))
         for operator, (launches, totals, written) in found.items():
             shown = [*totals[: len(ROW_COUNTS)], totals[-1], totals[-1] - written]
             table.add_row(operator, SHORT[dtype], str(launches), *map(str, shown))
     console.print(table)
     console.print(
-        f"binaries for sm_90 at the sizes of {LARGE.name} and {SMALL.name}; the {len(further)} further numbers of rows"
-        f" are {', '.join(map(str, further))}; {len(grows)} operators grow with them"
+        f"binaries for sm_90 at the sizes of {', '.join(each.name for each in every)} and {WORDS:,} words; the"
+        f" {len(further)} further numbers of rows are {', '.join(map(str, further))}; {len(grows)} operators grow with"
+        f" them; at most {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.1f} GB of memory"
     )
     for line in grows:
         console.print(f"grows: {line}")

@@ -1,20 +1,12 @@
-"""Compiled kernels against the plan, without a GPU: names and bits, planted wrong kernels, mutations, registers.
+"""Compiled kernels against the plan, without a GPU: names and bits, planted wrong kernels, mutations, registers."""
 
-Then right kernels that others wrote: which have one expression for every row count, and what keeps the rest from it.
-Liger's are among them if liger-kernel is installed (`pip install liger-kernel==0.8.5 --no-deps`).
-"""
-
-import importlib.util
 import time
 from collections import Counter
-from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-import isobit
 from isobit.certifying.running.compile import Compiler, specialise
 from isobit.ops.linear import triton_products as linear
 from isobit.order.plan import ATTENTION_CHUNK
@@ -29,7 +21,6 @@ from tests.certifying.cases import (
 )
 from tests.certifying.controls import CONTROLS
 from tests.certifying.mutations import try_mutations
-from tests.certifying.test_no_false_certificate import RIGHT
 
 TARGETS = ("sm_80", "sm_90", "sm_100")
 MUTATIONS = 120
@@ -95,7 +86,6 @@ def run(quick, threads, dtypes):
     caught = show_controls(console)
     tally = show_mutations(console, 40 if quick else MUTATIONS)
     show_registers(console, quick)
-    certified = show_row_counts(console, quick)
     tile = run_a_tile()
     console.print(total)
     console.print(
@@ -104,7 +94,7 @@ def run(quick, threads, dtypes):
         f" {tile.bits_differ} of {tile.compared:,} outputs differ"
     )
     console.print(f"{time.process_time() - begun:.0f} s of one core in all")
-    return int(not (good and same and caught and certified and tile.right and not tally.missed))
+    return int(not (good and same and caught and tile.right and not tally.missed))
 
 
 def show_kernels(console, quick):
@@ -229,82 +219,6 @@ def show_registers(console, quick):
                 f"{facts.spill_bytes:,}",
             )
     console.print(table)
-
-
-# One row, one tile that is not full, and a number of which Triton compiles kernels of their own.
-ROW_COUNTS = (1, 3, 16)
-
-
-def right_kernels(quick):
-    """Yield (name, function of the number of rows) of kernels that must be kept."""
-    place = Path(__file__).parents[1] / "examples" / "certify" / "verdicts.py"
-    spec = importlib.util.spec_from_file_location("verdicts", place)
-    verdicts = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(verdicts)
-    for example in verdicts.EXAMPLES:
-        if example.exit_code == 0:
-            yield f"examples/certify/{example.function}", verdicts.load(example.function)
-    if quick:
-        return
-    for function, _ in RIGHT:
-        yield f"tests/certifying/right_kernels.py:{function.__name__}", function
-    if importlib.util.find_spec("liger_kernel"):
-        yield from liger_kernels()
-
-
-def liger_kernels():
-    """Yield Liger's functions of rows, unedited, at 1,024 columns or, as norms of heads, at 128."""
-    from liger_kernel.transformers import functional
-
-    def draw(rows, columns=1024):
-        return torch.randn(rows, columns)
-
-    weight, bias = torch.randn(1024), torch.randn(1024)
-    norm, heads = functional.liger_rms_norm, weight[:128].clone()
-    yield "Liger softmax", lambda rows: functional.liger_softmax(draw(rows))
-    yield "Liger swiglu", lambda rows: functional.liger_swiglu(draw(rows), draw(rows))
-    yield "Liger geglu", lambda rows: functional.liger_geglu(draw(rows), draw(rows))
-    layer = functional.liger_layer_norm
-    yield "Liger layer_norm", lambda rows: layer(draw(rows), weight, bias, 1e-5)
-    yield "Liger rms_norm", lambda rows: norm(draw(rows), weight, 1e-6)
-    yield "Liger rms_norm of heads", lambda rows: norm(draw(rows, 128), heads, 1e-6)
-
-
-def show_row_counts(console, quick):
-    """Certify right kernels, and print for how many rows each certificate is, and why not for all."""
-    table = Table(
-        "right kernel",
-        "rows compared",
-        "one expression for",
-        "why not for every row count",
-        "seconds",
-    )
-    kept = every = count = 0
-    for name, function in right_kernels(quick):
-        begun, count = time.process_time(), count + 1
-        try:
-            found = isobit.certify(function, rows=ROW_COUNTS, targets=("sm_90",))
-        except isobit.errors.IsobitError as error:
-            table.add_row(
-                name, "0", "refused", error.received, f"{time.process_time() - begun:.1f}"
-            )
-            continue
-        target, spent = found.targets[0], f"{time.process_time() - begun:.1f}"
-        left = [str(one) for one in (*found.unsettled, *found.unjudged)]
-        compared = f"{target.rows_compared or 0} of {target.rows}"
-        if not found.kept:
-            table.add_row(name, compared, "no certificate", "; ".join(left) or str(found), spent)
-            continue
-        kept, every = kept + 1, every + bool(found.most_rows)
-        to = f"every row count up to {found.most_rows:,}" if found.most_rows else "row counts tried"
-        why = "" if found.most_rows else (target.rows_reason or (left[0] if left else ""))
-        table.add_row(name, compared, to, why, spent)
-    console.print(table)
-    console.print(
-        f"{kept} of {count} right kernels are certified at {', '.join(map(str, ROW_COUNTS))} rows on sm_90,"
-        f" {every} of them for every row count"
-    )
-    return bool(kept)
 
 
 def run_a_tile():

@@ -27,10 +27,13 @@ class Model:
     key_heads: int
     depth: int
     words: int = 8192  # of the vocabulary: a part, so that gradients of it fit into memory
+    experts: int = 0  # of which a token chooses `chosen`; `middle` is that of one expert
+    chosen: int = 0
 
 
 LARGE = Model("Qwen3-8B", 4096, 12288, 32, 8, 128)
 SMALL = Model("Qwen3-0.6B", 1024, 3072, 16, 8, 128)
+MIXTURE = Model("Qwen3-30B-A3B", 2048, 768, 32, 4, 128, experts=128, chosen=8)
 ROW_COUNTS = (1, 3, 8, 17, 64, 100, 512)
 
 
@@ -177,10 +180,44 @@ def product_operators(model, rows, dtype):
         yield "attention", lambda depth=depth: attention(4096, depth)
 
 
+def expert_operators(model, rows, dtype):
+    """Yield (operator, call) of a mixture of experts; the tokens go to other experts for each number of rows."""
+    samples = packed(rows)
+    generator = torch.Generator().manual_seed(rows)
+    ids = torch.rand(rows, model.experts, generator=generator).argsort(1)[:, : model.chosen]
+    logits, x = (empty(rows, n, dtype=dtype) for n in (model.experts, model.hidden))
+    weights = empty(rows, model.chosen, dtype=torch.float32)
+
+    def routes(given):
+        return isobit.Routes.chosen(ids, given, total=model.experts, samples=samples)
+
+    yield (
+        "route",
+        lambda: both_ways(
+            lambda given: isobit.route(given, model.chosen, samples=samples).weights, logits
+        ),
+    )
+
+    def experts_of(x, given, first, second):
+        route = routes(given)
+        y = isobit.grouped_linear(isobit.dispatch_rows(x, route), first, routes=route)
+        y = isobit.swiglu(y[:, : model.middle], y[:, model.middle :])
+        return isobit.combine(isobit.grouped_linear(y, second, routes=route), route)
+
+    def call():
+        first = empty(model.experts, 2 * model.middle, model.hidden, dtype=dtype)
+        second = empty(model.experts, model.hidden, model.middle, dtype=dtype)
+        both_ways(experts_of, x, weights, first, second)
+
+    yield "experts", call
+
+
 def every_operator(model, rows, dtype):
     """Yield (operator, call) of every operator at one number of rows."""
     yield from row_operators(model, rows, dtype)
     yield from product_operators(model, rows, dtype)
+    if model.experts:
+        yield from expert_operators(model, rows, dtype)
 
 
 def record(target, model, rows, dtype, calls=every_operator):

@@ -10,7 +10,7 @@ import triton.language as tl
 
 import isobit
 from benchmarks.binaries import count, growing
-from benchmarks.kernel_launches import SMALL, both_ways, empty
+from benchmarks.kernel_launches import MIXTURE, SMALL, both_ways, empty, expert_operators
 from isobit.ops.gpu.launching import run
 from isobit.ops.logprob import triton as executor
 
@@ -96,6 +96,16 @@ def test_binaries_do_not_grow_with_tokens_at_a_real_vocabulary():
     found = totals(logprob, TOKENS + MORE_TOKENS)
     assert growing(found, len(TOKENS)) == []
     assert len(found["logprob"][1]) == len(TOKENS + MORE_TOKENS)
+
+
+@pytest.mark.usefixtures("_nothing_is_filled")
+def test_binaries_do_not_grow_with_tokens_of_a_mixture_of_real_size():
+    """Experts of 128 have other numbers of rows at each number of tokens, some none."""
+    first, further = (1, 3, 17, 40), (2, 16, 70)
+    found = count("sm_90", [MIXTURE], BF16, first + further, expert_operators)
+    assert set(found) == {"route", "experts"}
+    assert found["experts"][0] > 1000
+    assert growing(found, len(first)) == [], found
 
 
 @pytest.mark.usefixtures("_nothing_is_filled")

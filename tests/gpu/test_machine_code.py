@@ -44,6 +44,17 @@ def test_the_check_sees_a_fused_product(monkeypatch):
     )
 
 
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_the_recorded_digests_are_of_the_kernels_that_are_made(target):
+    """A digest of a text that Triton no longer makes is compared with nothing, and nobody would see it."""
+    calls = attested_calls(target, ("silu", "exact_sum"))
+    assert len(calls) >= 7
+    for kernel, call in calls:
+        digest = compiler_for(target).compile(kernel, call).facts.digest
+        assert card.recorded(target, digest), kernel.__name__
+    assert not card.recorded(target, "0" * 32)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("target", NVIDIA)
 def test_ptxas_keeps_the_roundings_and_the_products(target):
@@ -97,3 +108,42 @@ def test_gfx942_adds_in_order_of_k_and_fuses_nothing(dtype):
         dots, kernels = dots + bool(widths), kernels + 1
     print(f"gfx942 {dtype}: {kernels} kernels, {dots} with matrix products")
     assert dots >= 10
+
+
+SCRATCH = re.compile(r"(?:tt\.load|buffer_load) %scratch\b")
+STEP = re.compile(r"ttg\.barrier|_(?:load|store)\b|tt\.(?:load|store|dot)\b|scf\.(?:if|for|while)")
+
+
+def loads_without_a_barrier(text):
+    """Return (number of loads of partial sums, those with anything but addresses since a barrier) of a TTGIR."""
+    steps = [line.strip() for line in text.splitlines() if STEP.search(line)]
+    found = [at for at, line in enumerate(steps) if SCRATCH.search(line)]
+    return len(found), [steps[at] for at in found if not steps[at - 1].startswith("ttg.barrier")]
+
+
+def test_partial_sums_are_loaded_behind_a_barrier_on_gfx942():
+    """The gradient of a weight stores them in the layout of its product and loads them in another: by other waves.
+
+    A sample without tokens has no products, whose pipeline would have a barrier, between the two.
+    """
+    from triton.compiler import compile as triton_compile
+
+    seen = {}
+    for kernel, call in attested_calls("gfx942", ("linear",)):
+        if kernel.__name__ in ("linear_counter", "weight_grad") and kernel.__name__ not in seen:
+            made = triton_compile(
+                source_of(kernel, call), target=gpu_target("gfx942"), options=call.options.__dict__
+            )
+            seen[kernel.__name__] = made.asm["ttgir"]
+    assert set(seen) == {"linear_counter", "weight_grad"}
+    for name, text in seen.items():
+        count, left = loads_without_a_barrier(text)
+        assert count > 0, name
+        assert left == [], name
+        without = re.sub(r"\n *ttg\.barrier[^\n]*", "", text)
+        assert len(loads_without_a_barrier(without)[1]) == count  # what the test would see
+    stored = re.findall(r"buffer_store .*%scratch.*(#\w+)> loc", seen["weight_grad"])
+    loaded = re.findall(r"buffer_load %scratch.*(#\w+)> loc", seen["weight_grad"])
+    assert stored
+    assert loaded
+    assert set(stored) != set(loaded)  # if they are alike, the barrier is not needed any more
