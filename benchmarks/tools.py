@@ -2,8 +2,9 @@
 
 Each size runs in a process of its own: CPU seconds and wall seconds of the tool, and by how much resident memory grew.
 Checkpoints are compared next to `cmp` of the same two files, which are in the page cache. A slope is the power with
-which cost grows, by the last decade. With --write, the record and the picture of docs/explanation/scale.md are written;
-rows of other tools, and of other sizes where sizes are given, stay as they are.
+which cost grows, by the last two sizes. With --write, the record and the picture of docs/explanation/scale.md are
+written; rows of other tools, and of other sizes where sizes are given, stay as they are. `--table` measures nothing: it
+prints the record as the tables of that page.
 """
 
 import dataclasses
@@ -225,9 +226,9 @@ def rows_of(tool, sizes):
         yield row
 
 
-def slope(rows, column):
-    """Return the power with which a cost grows, by the last two sizes."""
-    (a, *before), (b, *after) = rows[-2:]
+def slope(rows, column, first=-2):
+    """Return the power with which a cost grows to the last size, from the size before it or from another row."""
+    (a, *before), (b, *after) = rows[first], rows[-1]
     low, high = (max(each[column], 0.01) for each in (before, after))
     return math.log(high / low) / math.log(b / a)
 
@@ -302,7 +303,30 @@ def draw_tool(canvas, tool, one):
     return canvas
 
 
+def tables(record):
+    """Yield the lines of two tables in Markdown: how costs grow, and the costs themselves."""
+    yield "| tool, at commit | decades of size | power of CPU time: last two sizes, all | of memory |"
+    yield "| --- | --- | --- | --- |"
+    for tool, one in record["tools"].items():
+        rows = one["rows"]
+        cpu, memory = ([slope(rows, column, first) for first in (-2, 0)] for column in (0, 2))
+        yield (
+            f"| {tool}, {one['commit']} | {math.log10(rows[-1][0] / rows[0][0]):.1f} | "
+            f"{cpu[0]:.2f}, {cpu[1]:.2f} | {memory[0]:.2f}, {memory[1]:.2f} |"
+        )
+    yield ""
+    yield "| tool | size | CPU s | wall s | growth of memory, MB |"
+    yield "| --- | --- | --- | --- | --- |"
+    for tool, one in record["tools"].items():
+        for size, cpu, wall, memory, *beside in one["rows"]:
+            more = f" (`cmp` {beside[0]:.2f})" if beside else ""
+            yield f"| {tool} | {size:,} {one['unit']} | {cpu:.2f}{more} | {wall:.2f} | {memory:.1f} |"
+
+
 def main():
+    if sys.argv[1:] == ["--table"]:
+        print("\n".join(tables(json.loads(RECORD.read_text()))))
+        return
     words = [word for word in sys.argv[1:] if word != "--write"]
     if words[:1] in (["make"], ["measure"]):
         what, tool, folder, size = words

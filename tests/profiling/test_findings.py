@@ -1,9 +1,12 @@
 """Each finding has a trace that must raise it, and a right twin that must not; and the answers of public traces."""
 
+from dataclasses import replace
+
 import pytest
 
 from isobit.cli.main import main
 from isobit.profiling.api import profile
+from isobit.profiling.findings import of_collectives
 from tests.profiling.planted_delays import LOADER
 from tests.profiling.synthetic import CORPUS, Chrome
 from tests.profiling.test_ranks import profiled, run_of
@@ -181,6 +184,16 @@ def test_moving_data_is_a_finding_of_its_own(tmp_path):
                 event["dur"] += 110  # compute goes on behind the collective
     found = profiled(hidden, tmp_path)
     assert "exposed-communication" not in [one.rule for one in found.findings]
+
+
+def test_collectives_that_overlap_another_move_data_too(tmp_path):
+    """Three of eight overlap no other: the five that do move as much as the fastest of these."""
+    found = profiled(run_of(steps=8), tmp_path)
+    for apart, is_said in ((8, True), (3, True), (0, False)):
+        collectives = [replace(one, apart=at < apart) for at, one in enumerate(found.collectives)]
+        said = of_collectives(replace(found, collectives=tuple(collectives)))
+        costs = [one.ns for one in said if one.rule == "exposed-communication"]
+        assert costs == ([8 * 3 * 100_000] if is_said else [])
 
 
 def test_one_rank_of_several_has_exposed_communication_that_cannot_be_told(tmp_path):

@@ -172,7 +172,7 @@ def of_collectives(profile: Profile) -> Iterator[Finding]:
         )
     # What compute hides is no cost; waiting is counted above.
     exposed = sum(rank.whole.parts.get(causes.EXPOSED, 0) for rank in profile.ranks)
-    moving = min(moving_of(apart), exposed - waiting)
+    moving = min(moving_of(profile.collectives), exposed - waiting)
     if not total or moving < MOVING * total:
         return
     first = profile.ranks[0].rank
@@ -193,11 +193,15 @@ def moving_of(collectives: Sequence[Collective]) -> int:
     """Return the nanoseconds that data need to move: each collective takes as long as the fastest one like it.
 
     What others take longer has another reason than their size: a host that did not get to it, or traffic of others.
+    The fastest is one that overlaps no other; what overlaps another moves as much data.
     """
-    alike: dict[tuple[str, str, int], list[int]] = {}
+    alike: dict[tuple[str, str, int], list[Collective]] = {}
     for one in collectives:
-        alike.setdefault((one.name, one.detail, len(one.moves)), []).append(one.moving)
-    return sum(min(times) * len(times) for times in alike.values())
+        alike.setdefault((one.name, one.detail, len(one.moves)), []).append(one)
+    return sum(
+        min((one.moving for one in ones if one.apart), default=0) * len(ones)
+        for ones in alike.values()
+    )
 
 
 def certain_share(profile: Profile, collectives: Sequence[Collective]) -> float:

@@ -68,7 +68,8 @@ FAMILIES = (
         r"^Cijk_",
         UNKNOWN,
         "cannot be told from the name: split-K (GSU) is an argument at run time",
-        "rocm.docs.amd.com, Tensile, kernel parameters: GlobalSplitU; not opened: UserArgs",
+        "rocm.docs.amd.com, Tensile, kernel parameters: GlobalSplitU; github.com/ROCm/hipBLASLt/pull/247: it is passed "
+        "as an argument",
     ),
     family(
         r"(?:flash|fmha|attn).*bwd|flash_bwd",
@@ -107,20 +108,21 @@ FAMILIES = (
         r"\bgemv|gemmSN|gemmk1|::dot_kernel",
         SHAPE,
         "the path of few rows: larger batches use another kernel",
-        "not opened: cuBLAS has gemv and small-N kernels for products with few rows",
+        "github.com/ROCm/rocBLAS/issues/1238: cuBLAS runs its gemv for a product where one side is 1; not opened: "
+        "which sizes have gemmSN",
     ),
     family(
         r"fused_moe_kernel|moe_gemm|^bmm_\w+_t\d+x\d+x\d+",
         TILE,
         "the tile is chosen by the number of tokens of an expert",
-        "vLLM fused_moe.py; not opened: its tuned JSON files by M, TensorRT-LLM tile_tokens_dim",
+        "vLLM fused_moe.py: get_config_func(M), M tokens; TensorRT-LLM calculate_tile_tokens_dim(num_tokens, …)",
     ),
     family(
         r"wgrad|dgrad|scudnn|winograd|convolve|implicit_gemm|igemm_|conv_fwd|bwd_weight",
         SHAPE,
         "the algorithm of a convolution is chosen by its shapes, or by a search",
-        "docs.pytorch.org, notes/randomness: cuDNN benchmarks algorithms per set of sizes; not opened: MIOpen's find "
-        "mode",
+        "docs.pytorch.org, notes/randomness: cuDNN benchmarks algorithms per set of sizes; rocm.docs.amd.com, MIOpen, "
+        "find database: entries by the descriptors of tensors and convolution",
     ),
     family(
         r"gemm|nvjet|cutlass.*Kernel|_xmma_|wmma",
@@ -133,8 +135,9 @@ FAMILIES = (
         r"batch_norm_(?:collect|backward)|bn_(?:fw_tr|bw)|GammaBetaBackward|layer_norm_grad_gamma|::reduce_kernel",
         SHAPE,
         "a sum over rows: how many threads and blocks share it depends on their number",
-        "ATen, Reduce.cuh: setReduceConfig, by the numbers of outputs and of inputs per output; not opened: "
-        "Normalization.cuh, cuDNN",
+        "ATen, Reduce.cuh: setReduceConfig, by the numbers of outputs and of inputs per output; Normalization.cuh: "
+        "getNumThreads, flexible_launch_configs; layer_norm_kernel.cu: rows_per_block_y, partial_reduction; not "
+        "opened: cuDNN",
     ),
     family(
         r"^triton_(?:poi|for)_(?!.*(?:scatter|index_put|index_add|embedding|bag))",  # these have atomics
@@ -149,18 +152,33 @@ FAMILIES = (
         "torch/_inductor/runtime/triton_heuristics.py: reduction and persistent_reduction",
     ),
     family(
-        r"(?=.*::).*(?:layer_norm|rms_?norm|RowwiseMoments|softmax_warp|cunn_SoftMax|softmax.*forward)",
+        r"vllm::\w*rms_norm",
+        SHAPE,
+        "a block per row, whose number of threads depends on the number of rows, unless vLLM is batch-invariant",
+        "vLLM, csrc/layernorm_kernels.cu: max_block_size is 1024 below 256 tokens, else 256",
+    ),
+    family(
+        r"SpatialSoftMax",
+        SHAPE,
+        "a softmax along an inner axis: how many threads share it depends on the sizes of the axes after it",
+        "ATen, SoftMax.cu: SpatialSoftMax_getBlockSize(dim_size, inner_size)",
+    ),
+    # Norms of other libraries are unknown: their sources were not opened, and vLLM's is not one row at a time.
+    family(
+        r"at::native.*(?:layer_norm|RowwiseMoments|cunn_SoftMax|softmax.*forward)|::softmax_warp|"
+        r"flashinfer::norm::\w*RMSNorm(?:Quant)?Kernel",
         ROW,
         "one row at a time: the order depends on the row's length, and on whether it is aligned for wide loads",
-        "ATen, layer_norm_kernel.cu and PersistentSoftmax.cuh: a warp or a block per row; not opened: norms of vLLM "
-        "and SGLang",
+        "ATen, layer_norm_kernel.cu and PersistentSoftmax.cuh: a warp or a block per row; FlashInfer, norm.cuh: "
+        "block_size by the row's length",
     ),
     family(
         r"elementwise|multi_tensor_apply|CatArray|[Cc]opy|permute_|transpose|nchwToNhwc|nhwcToNchw|rotary|act_and_mul|"
         r"store_kvcache|max_pool|RadixSort|AllGather|SendRecv|AllToAll|Broadcast|linearize_index|bounds_check",
         NO_SUM,
         "adds nothing over elements",
-        "not opened: ATen Loops.cuh has one thread per element; copies, sorts and exchanges only move",
+        "ATen, CUDALoops.cuh: a thread computes elements of its own; not opened: copies, sorts and exchanges of other "
+        "libraries, which only move",
     ),
 )
 NOT_KNOWN = Order(
