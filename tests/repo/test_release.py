@@ -100,6 +100,26 @@ def test_archives_are_equal_whoever_made_them(tmp_path):
     assert b"some" not in gzip.decompress(one.read_bytes())
 
 
+def test_a_release_compiles_its_kernels(monkeypatch, capsys):
+    """Kernels from a folder are for a rehearsal only, and their digest is printed."""
+    monkeypatch.setattr("sys.argv", ["release.py", "--kernels", "src/isobit"])
+    with pytest.raises(SystemExit) as ended:
+        RELEASE["main"]()
+    assert ended.value.code == 2
+    assert "a release compiles its kernels twice" in capsys.readouterr().err
+
+
+def test_kernels_of_a_rehearsal_are_copied(tmp_path, capsys):
+    kernels, source = tmp_path / "kernels", tmp_path / "source"
+    kernels.mkdir()
+    (source / "src/isobit").mkdir(parents=True)
+    (kernels / "_native.so").write_bytes(b"kernels")
+    (kernels / "_native.json").write_text('{"library": "0123456789abcdef"}')
+    RELEASE["copy_kernels"](kernels, source)
+    assert (source / "src/isobit/_native.so").read_bytes() == b"kernels"
+    assert "not compiled: taken with library digest 0123456789ab" in capsys.readouterr().out
+
+
 def test_digits_of_a_key(tmp_path):
     key = Ed25519PrivateKey.generate().public_key()
     path = tmp_path / "key.pub"
