@@ -176,10 +176,36 @@ def try_wheel(folder: Path, files: Path, version: str, is_rehearsal: bool) -> Pa
         cwd=folder, env=no_compiler, capture_output=True, text=True, check=False,
     )  # fmt: skip
     print(status.stdout)
-    wanted = "kept" if is_rehearsal else f"signed by Ed25519 key {key_digits(key)}"
-    if status.returncode != 2 or wanted not in " ".join(status.stdout.split()):
-        raise SystemExit(f"release: the wheel's evidence is not as signed:\n{status.stderr}")
+    faults = faults_of_status(status.stdout, "" if is_rehearsal else key_digits(key))
+    if status.returncode != 2:
+        raise SystemExit(
+            f"release: isobit contract status ended with {status.returncode}:\n{status.stderr}"
+        )
+    if faults:
+        print("release: the evidence in the wheel is not that of a release", *faults, sep="\n  ")
+        if not is_rehearsal:
+            raise SystemExit(1)
     return python
+
+
+def faults_of_status(printed: str, signer: str) -> list[str]:
+    """Return why the evidence that `isobit contract status isobit` shows is not that of a release.
+
+    All contracts must be shipped as kept, none as stale, and all signed by one key (an empty signer: by any or none).
+    """
+    words = " ".join(printed.split())
+    contracts = re.search(r"(\d+) contracts: ", words)
+    kept = re.search(r"shipped evidence: (\d+) of (\d+) kept", words)
+    total = contracts.group(1) if contracts else "no"
+    faults = []
+    if kept is None or kept.groups() != (total, total):
+        shown = f"{kept.group(1)} of {kept.group(2)}" if kept else "none"
+        faults.append(f"shipped as kept: {shown}, of {total} contracts")
+    if stale := re.search(r"shipped evidence is stale for \d+", words):
+        faults.append(stale.group(0))
+    if signer and f"signed by Ed25519 key {signer}" not in words:
+        faults.append(f"it is not signed by Ed25519 key {signer}")
+    return faults
 
 
 def key_digits(path: Path) -> str:
