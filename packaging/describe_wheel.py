@@ -14,7 +14,7 @@ def describe(wheel: Path) -> list[str]:
     """Return the lines to print; raise SystemExit where something that must be inside is missing."""
     with zipfile.ZipFile(wheel) as archive:
         sizes = {entry.filename: entry.file_size for entry in archive.infolist()}
-    contracts = [name for name in sizes if name.endswith(".yaml")]
+    contracts = [name for name in sizes if name.endswith("contract.yaml")]
     missing = [name for name in REQUIRED if name not in sizes]
     if missing or not contracts:
         raise SystemExit(f"{wheel.name} lacks {', '.join(missing) or 'contracts'}")

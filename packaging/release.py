@@ -1,13 +1,14 @@
 """Make the files of a release, twice, and refuse to if the two differ.
 
 Usage:
-    python packaging/release.py [--folder dist/release] [--rehearse]
+    python packaging/release.py [--folder dist/release] [--rehearse [--kernels FOLDER]]
 
 Builds from `git archive` of the commit, in two folders, in a new venv with pinned tools: a wheel with kernels, a wheel
 without, and the source distribution. Then installs the wheel where no compiler is found, runs the doctor and the status
 of the shipped evidence, writes a list of components (SBOM, CycloneDX) of that environment and SHA256SUMS. Needs g++ 12
 or later, the package registry, and about fifteen minutes on two cores. `--rehearse` does the same for a commit that is
-not ready, whose evidence need not be signed.
+not ready, whose evidence need not be signed. With `--kernels` a rehearsal takes `_native.so` and `_native.json` from a
+folder and compiles nothing, so that it does not show that the compiler gives the same bytes twice.
 
 Exit code 0: all files are written; 1: two builds differ, or a check failed; 2: the commit is not ready for a release.
 """
@@ -105,13 +106,23 @@ def environment(**more: str) -> dict[str, str]:
     return {**clean, "SOURCE_DATE_EPOCH": seconds, **more}
 
 
-def build(python: Path, folder: Path) -> dict[str, Path]:
+def copy_kernels(kernels: Path, source: Path) -> None:
+    """Put kernels that are already compiled into a checkout, or end if they are not of these sources."""
+    for name in ("_native.so", "_native.json"):
+        shutil.copy2(kernels / name, source / "src" / "isobit" / name)
+    stamp = json.loads((kernels / "_native.json").read_text())
+    say(f"kernels are not compiled: taken with library digest {stamp['library'][:12]}")
+
+
+def build(python: Path, folder: Path, kernels: Path | None = None) -> dict[str, Path]:
     """Build the commit's files in a folder of its own; return them by name."""
     source = folder / "source"
     source.mkdir(parents=True)
     archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, capture_output=True, check=True)
     with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as packed:
         packed.extractall(source, filter="data")
+    if kernels is not None:
+        copy_kernels(kernels, source)
     plain = environment()
     run("bash", "packaging/build_wheel", python, cwd=source, env=plain)
     shutil.rmtree(source / "build" / "lib", ignore_errors=True)
@@ -165,10 +176,36 @@ def try_wheel(folder: Path, files: Path, version: str, is_rehearsal: bool) -> Pa
         cwd=folder, env=no_compiler, capture_output=True, text=True, check=False,
     )  # fmt: skip
     print(status.stdout)
-    wanted = "kept" if is_rehearsal else f"signed by Ed25519 key {key_digits(key)}"
-    if status.returncode != 2 or wanted not in " ".join(status.stdout.split()):
-        raise SystemExit(f"release: the wheel's evidence is not as signed:\n{status.stderr}")
+    faults = faults_of_status(status.stdout, "" if is_rehearsal else key_digits(key))
+    if status.returncode != 2:
+        raise SystemExit(
+            f"release: isobit contract status ended with {status.returncode}:\n{status.stderr}"
+        )
+    if faults:
+        print("release: the evidence in the wheel is not that of a release", *faults, sep="\n  ")
+        if not is_rehearsal:
+            raise SystemExit(1)
     return python
+
+
+def faults_of_status(printed: str, signer: str) -> list[str]:
+    """Return why the evidence that `isobit contract status isobit` shows is not that of a release.
+
+    All contracts must be shipped as kept, none as stale, and all signed by one key (an empty signer: by any or none).
+    """
+    words = " ".join(printed.split())
+    contracts = re.search(r"(\d+) contracts: ", words)
+    kept = re.search(r"shipped evidence: (\d+) of (\d+) kept", words)
+    total = contracts.group(1) if contracts else "no"
+    faults = []
+    if kept is None or kept.groups() != (total, total):
+        shown = f"{kept.group(1)} of {kept.group(2)}" if kept else "none"
+        faults.append(f"shipped as kept: {shown}, of {total} contracts")
+    if stale := re.search(r"shipped evidence is stale for \d+", words):
+        faults.append(stale.group(0))
+    if signer and f"signed by Ed25519 key {signer}" not in words:
+        faults.append(f"it is not signed by Ed25519 key {signer}")
+    return faults
 
 
 def key_digits(path: Path) -> str:
@@ -192,7 +229,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--folder", type=Path, default=ROOT / "dist" / "release")
     parser.add_argument("--rehearse", action="store_true", help="the commit need not be ready")
+    parser.add_argument(
+        "--kernels", type=Path, metavar="FOLDER", help="with --rehearse: do not compile"
+    )
     options = parser.parse_args()
+    if options.kernels is not None and not options.rehearse:
+        parser.error("--kernels is for a rehearsal: a release compiles its kernels twice")
     version = find_version()
     check_commit(version, options.rehearse)
     commit = run("git", "rev-parse", "HEAD").strip()
@@ -207,7 +249,7 @@ def main() -> int:
         for turn in ("first", "second"):
             say(f"[2/5] the {turn} build: minutes")
             # Folders of different lengths: a path that gets into a file is seen.
-            builds.append(build(python, folder / f"the-{turn}-one"))
+            builds.append(build(python, folder / f"the-{turn}-one", options.kernels))
         say("[3/5] digests")
         for file, path in builds[0].items():
             found = [digest(one[file]) if file in one else "absent" for one in builds]

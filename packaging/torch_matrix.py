@@ -151,9 +151,9 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             rows.append(try_version(version, name, wheel, Path(folder)))
         print(" | ".join(rows[-1].cells()), flush=True)
-    if options.page:
-        options.page.parent.mkdir(parents=True, exist_ok=True)
-        options.page.write_text(page(rows, wheel, processor()))
+        if options.page:  # after each row, so that an interrupted run leaves what it found
+            options.page.parent.mkdir(parents=True, exist_ok=True)
+            options.page.write_text(page(rows, wheel, processor()))
     return 0 if all(row.good for row in rows) else 1
 
 

@@ -1,6 +1,7 @@
 """Evidence in the wheel is shown for what it is, never counts on this machine, and is ignored for other code."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from isobit.cli import main
+from isobit.cli.contract.status import FEW
 from isobit.contracts.options import Options
 from isobit.contracts.store import shipped as store
 from isobit.contracts.store.evidence import sign
@@ -134,6 +136,15 @@ def test_stale_or_damaged_is_ignored_with_a_word(ship, capsys, change, reason):
     assert "shipped: kept" not in shown
     assert "shipped evidence is stale for 1, and ignored" in shown
     assert reason in shown
+
+
+def test_the_rest_of_a_long_list_has_its_verdicts(ship, capsys):
+    ship(lambda record: record["contracts"].clear())
+    assert main.main(["contract", "status", "isobit"]) == 2
+    shown = capsys.readouterr().out
+    contracts = int(re.search(r"^(\d+) contracts: \d+ not-judged$", shown, re.MULTILINE).group(1))
+    assert f"and more: {contracts - FEW} not-judged" in shown
+    assert "not kept" not in shown
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"form": 9}', '{"form": 1}', "[" * 100_000])

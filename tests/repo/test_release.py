@@ -100,6 +100,57 @@ def test_archives_are_equal_whoever_made_them(tmp_path):
     assert b"some" not in gzip.decompress(one.read_bytes())
 
 
+def test_a_release_compiles_its_kernels(monkeypatch, capsys):
+    """Kernels from a folder are for a rehearsal only, and their digest is printed."""
+    monkeypatch.setattr("sys.argv", ["release.py", "--kernels", "src/isobit"])
+    with pytest.raises(SystemExit) as ended:
+        RELEASE["main"]()
+    assert ended.value.code == 2
+    assert "a release compiles its kernels twice" in capsys.readouterr().err
+
+
+def test_kernels_of_a_rehearsal_are_copied(tmp_path, capsys):
+    kernels, source = tmp_path / "kernels", tmp_path / "source"
+    kernels.mkdir()
+    (source / "src/isobit").mkdir(parents=True)
+    (kernels / "_native.so").write_bytes(b"kernels")
+    (kernels / "_native.json").write_text('{"library": "0123456789abcdef"}')
+    RELEASE["copy_kernels"](kernels, source)
+    assert (source / "src/isobit/_native.so").read_bytes() == b"kernels"
+    assert "not compiled: taken with library digest 0123456789ab" in capsys.readouterr().out
+
+
+GOOD = """58 contracts: 58 judged elsewhere only
+shipped evidence: 58 of 58 kept, judged on another machine
+  on AVX512; signed by Ed25519 key ab12
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "fault"),
+    [
+        ("58 of 58", "57 of 58", "shipped as kept: 57 of 58, of 58 contracts"),
+        ("58 of 58", "57 of 57", "shipped as kept: 57 of 57, of 58 contracts"),
+        ("shipped evidence: 58 of 58 kept", "", "shipped as kept: none, of 58 contracts"),
+        ("signed by Ed25519 key ab12", "not signed", "it is not signed by Ed25519 key ab12"),
+        ("ab12", "ab12\nshipped evidence is stale for 1, and", "shipped evidence is stale for 1"),
+    ],
+)
+def test_evidence_in_the_wheel_that_is_not_of_a_release_is_named(old, new, fault):
+    assert RELEASE["faults_of_status"](GOOD, "ab12") == []
+    assert old in GOOD
+    assert RELEASE["faults_of_status"](GOOD.replace(old, new), "ab12") == [fault]
+
+
+def test_stale_evidence_is_not_taken_for_kept():
+    """The table of a wheel with stale evidence has the words "not kept", which once satisfied a rehearsal."""
+    printed = "and 18 more that are not kept\n58 contracts: 58 not-judged\nshipped evidence is stale for 58, and"
+    assert RELEASE["faults_of_status"](printed, "") == [
+        "shipped as kept: none, of 58 contracts",
+        "shipped evidence is stale for 58",
+    ]
+
+
 def test_digits_of_a_key(tmp_path):
     key = Ed25519PrivateKey.generate().public_key()
     path = tmp_path / "key.pub"

@@ -124,7 +124,8 @@ def show(found: list[ContractStatus], workspace: Workspace, counting: Sequence[B
     if some:
         console.print(table)
     if len(some) > FEW:
-        console.print(f"and {len(some) - FEW:,} more that are not kept")
+        rest = Counter(word_of(s) for s in some[FEW:])
+        console.print("and more: " + ", ".join(f"{n:,} {word}" for word, n in rest.most_common()))
     show_invalid(console, workspace, counting)
     verdicts = Counter(word_of(s) for s in found)
     counts = ", ".join(f"{count:,} {word}" for word, count in verdicts.most_common())
