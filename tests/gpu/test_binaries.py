@@ -10,7 +10,14 @@ import triton.language as tl
 
 import isobit
 from benchmarks.binaries import count, growing
-from benchmarks.kernel_launches import MIXTURE, SMALL, both_ways, empty, expert_operators
+from benchmarks.kernel_launches import (
+    MIXTURE,
+    SMALL,
+    both_ways,
+    empty,
+    expert_operators,
+    product_operators,
+)
 from isobit.ops.gpu.launching import run
 from isobit.ops.logprob import triton as executor
 
@@ -106,6 +113,18 @@ def test_binaries_do_not_grow_with_tokens_of_a_mixture_of_real_size():
     assert set(found) == {"route", "experts"}
     assert found["experts"][0] > 1000
     assert growing(found, len(first)) == [], found
+
+
+def attention(model, rows, dtype):
+    return (one for one in product_operators(model, rows, dtype) if one[0] == "attention")
+
+
+def test_binaries_of_attention_with_eight_queries_for_each_head_of_keys():
+    """Two rows are the first with 9 to 16 rows of a head; after every form was reached nothing is added."""
+    first, further = (1, 2, 3, 17), (4, 5, 16, 33, 129)
+    found = count("sm_90", [MIXTURE], BF16, first + further, attention)
+    assert growing(found, len(first)) == [], found
+    assert growing(found, 1) != []
 
 
 @pytest.mark.usefixtures("_nothing_is_filled")
