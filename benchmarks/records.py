@@ -60,6 +60,7 @@ COMMANDS = {
     "audit": "python -m benchmarks audit --quick --threads 2",
     "audit-whole": "python -m benchmarks audit_whole --threads 2",
     "certify": "python -m benchmarks certify",
+    "certificates": "python -m benchmarks certificates",
     "leaf": "python -m benchmarks leaf",
     "kernels": "python -m benchmarks kernels --quick",
     "binaries": "python -m benchmarks binaries --quick",
