@@ -9,7 +9,10 @@ whether both the claim and its control came out as they should. A part that cann
 """
 
 import argparse
+import datetime
+import importlib.metadata
 import json
+import os
 import re
 import subprocess
 import sys
@@ -197,6 +200,15 @@ PARTS = (
 )
 
 
+def circumstances():
+    """Return what was run, when, and how busy the machine was: a slow part may be a busy machine."""
+    versions = ", ".join(
+        f"{name} {importlib.metadata.version(name)}" for name in ("isobit", "torch")
+    )
+    date = datetime.datetime.now(datetime.timezone.utc).isoformat(" ", "minutes")
+    return f"{versions}, {date}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -210,6 +222,7 @@ def main():
         parts = [part for part in (*PARTS, vllm, contracts) if part.__name__ in options.only]
     table = Table("part", "as claimed", "seconds", "found")
     failed = 0
+    CONSOLE.print(circumstances())
     with tempfile.TemporaryDirectory() as name:
         for at, part in enumerate(parts):
             CONSOLE.print(f"\\[{at + 1}/{len(parts)}] {part.__doc__}")

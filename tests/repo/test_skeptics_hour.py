@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import isobit
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "skeptics_hour.py"
 
@@ -31,6 +33,7 @@ def test_a_part_is_as_claimed(part):
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
     assert "1 of 1 parts as claimed" in done.stdout
+    assert done.stdout.startswith(f"isobit {isobit.__version__}, torch ")
 
 
 def test_the_page_lists_every_part():
