@@ -33,6 +33,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 TORCH = "torch==2.13.0"  # the oldest that isobit supports, as in pyproject.toml
 START = time.monotonic()
+# Read once: a commit that is made during the builds must not get into the second of them.
+COMMIT = subprocess.run(
+    ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
+).stdout.strip()
 
 
 def say(line: str) -> None:
@@ -102,7 +106,7 @@ def make_venv(folder: Path, *packages: str) -> Path:
 def environment(**more: str) -> dict[str, str]:
     """Return the environment of a build: nothing of the caller's Python, and the time of the commit."""
     clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    seconds = run("git", "log", "-1", "--format=%ct").strip()
+    seconds = run("git", "log", "-1", "--format=%ct", COMMIT).strip()
     return {**clean, "SOURCE_DATE_EPOCH": seconds, **more}
 
 
@@ -118,7 +122,7 @@ def build(python: Path, folder: Path, kernels: Path | None = None) -> dict[str, 
     """Build the commit's files in a folder of its own; return them by name."""
     source = folder / "source"
     source.mkdir(parents=True)
-    archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, capture_output=True, check=True)
+    archive = subprocess.run(["git", "archive", COMMIT], cwd=ROOT, capture_output=True, check=True)
     with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as packed:
         packed.extractall(source, filter="data")
     if kernels is not None:
@@ -237,8 +241,7 @@ def main() -> int:
         parser.error("--kernels is for a rehearsal: a release compiles its kernels twice")
     version = find_version()
     check_commit(version, options.rehearse)
-    commit = run("git", "rev-parse", "HEAD").strip()
-    say(f"isobit {version} at {commit}")
+    say(f"isobit {version} at {COMMIT}")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         say("[1/5] a venv with torch and the tools of the build")
@@ -251,12 +254,15 @@ def main() -> int:
             # Folders of different lengths: a path that gets into a file is seen.
             builds.append(build(python, folder / f"the-{turn}-one", options.kernels))
         say("[3/5] digests")
+        differing = []
         for file, path in builds[0].items():
             found = [digest(one[file]) if file in one else "absent" for one in builds]
             print(*sorted(set(found)), file, f"({path.stat().st_size:,} bytes)")
             if len(set(found)) > 1:
-                print(f"release: the two builds of {file} differ", file=sys.stderr)
-                return 1
+                differing.append(file)
+        if differing:
+            print(f"release: the two builds differ in {', '.join(differing)}", file=sys.stderr)
+            return 1
         shutil.rmtree(options.folder, ignore_errors=True)
         options.folder.mkdir(parents=True)
         for file, path in builds[0].items():

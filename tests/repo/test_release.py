@@ -151,6 +151,25 @@ def test_stale_evidence_is_not_taken_for_kept():
     ]
 
 
+def test_a_commit_during_a_build_does_not_get_into_it(monkeypatch, tmp_path):
+    """The commit is read when the program starts; each later step names it."""
+    git = ("git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b")
+    subprocess.run([*git, "init", "--quiet"], check=True)
+    times = ("1700000000 +0000", "1800000000 +0000")
+    commits = []
+    for when in times:
+        monkeypatch.setenv("GIT_COMMITTER_DATE", when)
+        subprocess.run([*git, "commit", "--quiet", "--allow-empty", "-m", "one"], check=True)
+        done = subprocess.run(
+            [*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True
+        )
+        commits.append(done.stdout.strip())
+    environment = RELEASE["environment"]
+    monkeypatch.setitem(environment.__globals__, "COMMIT", commits[0])
+    monkeypatch.setitem(environment.__globals__["run"].__kwdefaults__, "cwd", tmp_path)
+    assert environment()["SOURCE_DATE_EPOCH"] == "1700000000"
+
+
 def test_digits_of_a_key(tmp_path):
     key = Ed25519PrivateKey.generate().public_key()
     path = tmp_path / "key.pub"
