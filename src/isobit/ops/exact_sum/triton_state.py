@@ -39,7 +39,7 @@ def pieces_of(bits: tl.tensor, SQUARED: tl.constexpr) -> tuple[tl.tensor, tl.tup
         up = (place % 32).to(tl.int64)
         square = whole * whole
         low, middle = (square << up).to(tl.uint32), (square >> (32 - up)).to(tl.uint32)
-        pieces = (low, middle, (square >> 32 >> (32 - up)).to(tl.uint32))
+        pieces: tl.tuple = (low, middle, (square >> 32 >> (32 - up)).to(tl.uint32))
     else:
         place = shift + 171
         sign = tl.where(bits < 0, -1, 1).to(tl.int64)
@@ -77,16 +77,17 @@ def add_digits(
     inside = tl.arange(0, LANES)[:, None] * TOGETHER + tl.arange(0, TOGETHER)[None, :]
     first = tl.program_id(0).to(tl.int64) * (TILE * TILES)
     last = tl.minimum(first + TILE * TILES, size)
-    sums = ()
+    sums: tl.tuple = ()
     for _ in tl.static_range(DIGITS):
         sums += (tl.zeros([LANES], tl.int64),)
-    counts = (tl.zeros([LANES], tl.int32), tl.zeros([LANES], tl.int32), tl.zeros([LANES], tl.int32))
+    none = tl.zeros([LANES], tl.int32)
+    counts: tl.tuple = (none, none, none)
     for start in range(first, last, TILE):
         at = start + inside
         value = tl.load(x + at, mask=at < size, other=0.0).to(tl.float32)  # [LANES, TOGETHER]
         bits = value.to(tl.int32, bitcast=True)
         digit, pieces = pieces_of(bits, SQUARED)
-        added = ()
+        added: tl.tuple = ()
         for i in tl.static_range(DIGITS):
             part = tl.where(digit == i, pieces[0], 0)
             part = tl.where(digit == i - 1, pieces[1], part)
@@ -94,7 +95,8 @@ def add_digits(
                 part = tl.where(digit == i - 2, pieces[2], part)
             added += (sums[i] + tl.sum(part.to(tl.int64), 1),)
         sums = added
-        special, counted = counts_of(bits, SQUARED), ()
+        special = counts_of(bits, SQUARED)
+        counted: tl.tuple = ()
         for i in tl.static_range(3):
             counted += (counts[i] + tl.sum(special[i].to(tl.int32), 1),)
         counts = counted
