@@ -183,10 +183,11 @@ adamw_coupled = twin(
     ),
 )
 
-SQUARE = "whole, high, place = whole & 0xFFFFFF, whole >> 24, 2 * shift + 22"
+PIECES = "digit, pieces = pieces_of(bits, SQUARED)"
 norm_by_lane = twin(
     get_total_norm,
     source(
-        STATE, (SQUARE, f"{SQUARE}\n        high = tl.where(at % 2 == 0, high & 0xFFF000, high)")
+        STATE,
+        (PIECES, PIECES.replace("bits", "tl.where(at % 2 == 0, bits & -0x40000, bits)")),
     ),
 )
