@@ -53,6 +53,9 @@ SECONDS_PER_LINE = 60  # of progress, at most
 # compiler that cannot use the result reads the headers again; the objects have the same bytes.
 COMMON = ("torch/library.h", "ATen/Parallel.h")
 FEW = 4  # files, for which this is not worth its time
+# Symbols of torch that need not be there when the library is loaded, by the file that uses them: gradients compiled for
+# another torch are not registered (csrc/derivatives.cpp), and must not keep the kernels from loading.
+WEAK = {"derivatives.cpp": ("_ZN*5torch8autograd*", "_ZT*N5torch8autograd*", "_ZN*5torch6dynamo*")}
 
 
 def native_sources() -> tuple[list[Path], list[Path]]:
@@ -81,7 +84,7 @@ def sources_digest() -> str:
     """Return the digest of csrc and the flags; shipped evidence is valid for kernels from these sources."""
     sources, headers = native_sources()
     files = [part for p in (*sources, *headers) for part in (p.name.encode(), p.read_bytes())]
-    return hash_of(*files, json.dumps([COMPILE, LINK]).encode())
+    return hash_of(*files, json.dumps([COMPILE, LINK, WEAK]).encode())
 
 
 def inputs_digest() -> str:
@@ -138,6 +141,7 @@ class Compilation:
     def object_of(self, source: Path) -> Path:
         """Return where the object of a source file is kept."""
         words = [*self.compile_flags, self.version, importlib.metadata.version("torch")]
+        words += WEAK.get(source.name, ())
         contents = [p.read_bytes() for p in with_headers(source)]
         return self.objects / f"{source.stem}-{hash_of(*contents, *map(str.encode, words))[:16]}.o"
 
@@ -151,6 +155,9 @@ class Compilation:
             [] if common is None else ["-include", str(common)],
             ["-c", str(source.relative_to(ROOT)), "-o", str(unfinished)],
         )
+        if source.name in WEAK:
+            weak = [f"--weaken-symbol={name}" for name in WEAK[source.name]]
+            subprocess.run(["objcopy", "--wildcard", *weak, str(unfinished)], check=True)
         unfinished.rename(target)
 
     def words(self) -> list[str]:

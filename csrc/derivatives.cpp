@@ -6,6 +6,7 @@
 // operators, which Python registers.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/headeronly/version.h>
 #include <torch/library.h>
 
 namespace isobit {
@@ -285,25 +286,38 @@ auto differentiate(Args... args) {
 
 }  // namespace derivatives
 
-TORCH_LIBRARY_FRAGMENT(isobit, m) {
-  m.def("check_derivatives(str public, Tensor[] tensors) -> ()");
+// Registers the formulas, unless the process runs another minor version of torch than the one this
+// was compiled for: the layout of autograd's nodes may differ there, and Python has the same
+// formulas. Symbols of torch::autograd are weak in this file (setup.py), so that the library loads
+// without them.
+bool register_gradients(c10::string_view running) {
+  using namespace derivatives;
+  const std::string compiled = c10::str(TORCH_VERSION_MAJOR, ".", TORCH_VERSION_MINOR, ".");
+  if (running.substr(0, compiled.size()) != compiled) return false;
+  static torch::Library m(torch::Library::IMPL, "isobit", c10::DispatchKey::Autograd, __FILE__,
+                          __LINE__);
+  static const bool registered = [] {
+    m.impl("softmax", &differentiate<Softmax, const Tensor&>);
+    m.impl("log_softmax", &differentiate<LogSoftmax, const Tensor&>);
+    m.impl("silu", &differentiate<Silu, const Tensor&>);
+    m.impl("gelu", &differentiate<Gelu, const Tensor&, bool>);
+    m.impl("swiglu", &differentiate<Swiglu, const Tensor&, const Tensor&>);
+    m.impl("rotary", &differentiate<Rotary, const Tensor&, const Tensor&, const Tensor&>);
+    m.impl("embedding", &differentiate<Embedding, const Tensor&, const Tensor&,
+                                       const OptionalTensor&, int64_t, int64_t>);
+    m.impl("rms_norm", &differentiate<RmsNorm, const Tensor&, const Tensor&, double,
+                                      const OptionalTensor&, bool, int64_t>);
+    m.impl("layer_norm",
+           &differentiate<LayerNorm, const Tensor&, const Tensor&, const OptionalTensor&, double,
+                          const OptionalTensor&, int64_t>);
+    return true;
+  }();
+  return registered;
 }
 
-TORCH_LIBRARY_IMPL(isobit, Autograd, m) {
-  using namespace derivatives;
-  m.impl("softmax", &differentiate<Softmax, const Tensor&>);
-  m.impl("log_softmax", &differentiate<LogSoftmax, const Tensor&>);
-  m.impl("silu", &differentiate<Silu, const Tensor&>);
-  m.impl("gelu", &differentiate<Gelu, const Tensor&, bool>);
-  m.impl("swiglu", &differentiate<Swiglu, const Tensor&, const Tensor&>);
-  m.impl("rotary", &differentiate<Rotary, const Tensor&, const Tensor&, const Tensor&>);
-  m.impl("embedding", &differentiate<Embedding, const Tensor&, const Tensor&, const OptionalTensor&,
-                                     int64_t, int64_t>);
-  m.impl("rms_norm", &differentiate<RmsNorm, const Tensor&, const Tensor&, double,
-                                    const OptionalTensor&, bool, int64_t>);
-  m.impl("layer_norm",
-         &differentiate<LayerNorm, const Tensor&, const Tensor&, const OptionalTensor&, double,
-                        const OptionalTensor&, int64_t>);
+TORCH_LIBRARY_FRAGMENT(isobit, m) {
+  m.def("check_derivatives(str public, Tensor[] tensors) -> ()");
+  m.def("register_gradients(str torch) -> bool", &register_gradients);
 }
 
 }  // namespace isobit

@@ -91,7 +91,7 @@ def register_operator(
     torch.library.register_vmap(full, refuse_vmap(public))
     operator = getattr(torch.ops.isobit, name).default  # made here, before threads call it
     if torch._C._dispatch_has_kernel_for_dispatch_key(full, "Autograd"):
-        return  # csrc/derivatives.cpp has its formula
+        return  # csrc/derivatives.cpp has its formula, compiled for this torch
     # As torch.library.register_autograd, whose kernel drops tangents: a forward-mode derivative would be zero.
     kernel = make_autograd_impl(
         operator, Info(backward or refuse_second_order(public), setup_context)
@@ -105,12 +105,17 @@ def register_operator(
     _with_python_formula.add(operator)
 
 
-def register_checks() -> None:
-    """Register the check of derivatives that the formulas of csrc/derivatives.cpp call."""
+def register_compiled_gradients() -> None:
+    """Register the formulas of csrc/derivatives.cpp if they were compiled for this torch, and the check they call.
+
+    Under another minor version `register_operator` finds none, and registers those in Python, which cost tens of
+    microseconds a call.
+    """
+    torch.ops.isobit.register_gradients(torch.__version__)
     _library.impl("check_derivatives", check_derivatives, "Autograd")  # type: ignore[no-untyped-call]
 
 
-dispatch.when_attested(register_checks)
+dispatch.when_attested(register_compiled_gradients)
 
 
 def launch(
