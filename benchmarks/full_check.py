@@ -39,8 +39,9 @@ class Shard:
 
 
 def digest() -> str:
-    """Return a digest of the commit's sources and tests."""
+    """Return a digest of the commit's sources and tests, and of what differs from the commit."""
     found = sources_digest() + git("ls-tree", "-r", "HEAD", "--", "tests", "docs", "pyproject.toml")
+    found += git("diff", "HEAD") + git("ls-files", "--others", "--exclude-standard")
     return blake3(found.encode()).hexdigest()[:16]
 
 
