@@ -1,8 +1,9 @@
 """`python -m benchmarks full_check`: every test, in shards that are kept, so that a stopped run goes on where it was.
 
-A shard is every n-th test file. What pytest found in it is stored in build/full under the digest of the sources and
-tests, so results of other code are never taken for those of this code. Called by `./check --full`, which installs what
-the tests need. Hours; exit code 1 if a test failed or no test ran.
+A shard is every n-th test file. What pytest found in it is stored in build/full under the digest of sources, tests and
+documentation, so results of other code are never taken for those of this code. docs/results and what is shipped as
+evidence are not in the digest: records are made between shards, and `./check` tests both in minutes. Called by
+`./check --full`, which installs what the tests need. Hours; exit code 1 if a test failed or no test ran.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from blake3 import blake3
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.records import ROOT, git, modified_sources, sources_digest
+from benchmarks.records import NOT_SOURCES, ROOT, git, modified_sources, sources_digest
 
 SHARDS = 12
 
@@ -40,8 +41,11 @@ class Shard:
 
 def digest() -> str:
     """Return a digest of the commit's sources and tests, and of what differs from the commit."""
-    found = sources_digest() + git("ls-tree", "-r", "HEAD", "--", "tests", "docs", "pyproject.toml")
-    found += git("diff", "HEAD") + git("ls-files", "--others", "--exclude-standard")
+    made = [f":!{path}" for path in ("docs/results", *NOT_SOURCES)]
+    listed = git("ls-tree", "-r", "HEAD", "--", "tests", "docs", "pyproject.toml").splitlines()
+    found = sources_digest() + "\n".join(line for line in listed if "\tdocs/results/" not in line)
+    found += git("diff", "HEAD", "--", ".", *made)
+    found += git("ls-files", "--others", "--exclude-standard", "--", ".", *made)
     return blake3(found.encode()).hexdigest()[:16]
 
 

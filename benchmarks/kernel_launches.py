@@ -34,7 +34,7 @@ class Model:
 LARGE = Model("Qwen3-8B", 4096, 12288, 32, 8, 128)
 SMALL = Model("Qwen3-0.6B", 1024, 3072, 16, 8, 128)
 MIXTURE = Model("Qwen3-30B-A3B", 2048, 768, 32, 4, 128, experts=128, chosen=8)
-ROW_COUNTS = (1, 3, 8, 17, 64, 100, 512)
+ROW_COUNTS = (1, 2, 3, 8, 17, 64, 100, 512)  # every form, also of eight queries for a head of keys
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,10 @@ def provenance(record: dict) -> str:
         f"Run on {record['date']} at commit {record['commit']}: {record['machine']}, torch"
         f" {record['torch']}, version {record.get('order', 1)} of the order."
     )
+    if "minutes" in record:
+        text += f" {record['minutes']} minutes."
+    if "exit" in record:
+        text += " Exit code 1: it says what is broken."
     return textwrap.fill(text, 98)
 
 

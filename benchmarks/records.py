@@ -1,8 +1,10 @@
 """Records of runs: `python -m benchmarks record NAME` runs a command and stores what it printed.
 
 A record is a JSON file in docs/results/records: the command, commit, date and machine, the digest of the sources,
-tables, and the lines that were printed beside them. `python -m benchmarks pages` writes records into the pages.
-`record --all` makes every record that is not of these sources; it can be stopped, and goes on where it was. Hours.
+tables, the lines that were printed beside them, how long it took, and the exit code if it was 1.
+`python -m benchmarks pages` writes records into the pages. `record --all` makes every record that is not of these
+sources: first those whose times are shown, one after the other, then the others, `--jobs` at a time. It can be
+stopped, and goes on where it was. Hours.
 """
 
 import argparse
@@ -13,6 +15,8 @@ import shlex
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from blake3 import blake3
@@ -62,10 +66,10 @@ COMMANDS = {
     "certify": "python -m benchmarks certify",
     "certificates": "python -m benchmarks certificates",
     "leaf": "python -m benchmarks leaf",
-    "kernels": "python -m benchmarks kernels --quick",
+    "kernels": "python -m benchmarks kernels",
     "binaries": "python -m benchmarks binaries --quick",
     "roofline": "python -m benchmarks roofline",
-    "comparisons": "python -m benchmarks comparisons --quick",
+    "comparisons": "python -m benchmarks comparisons",
     "candidates": "python -m benchmarks candidates",
     "post-training": "python -m benchmarks post_training",
     "families": "python -m benchmarks families --threads 1",
@@ -77,6 +81,26 @@ COMMANDS = {
     "full-check": "python -m benchmarks full_check",
     "gpu-contracts": "isobit verify isobit --backend interpreter --target sm_90 --json",
 }
+# Their tables show times or ratios of times, so nothing else runs meanwhile; shortest first, as `--all` makes them.
+TIMED = (
+    "linear",
+    "logprob",
+    "rows",
+    "bounds",
+    "adamw",
+    "exchange",
+    "whole-model",
+    "step",
+    "blocks",
+    "agreement",
+    "guards",
+    "levels",
+    "simulator",
+    "profiled-step",
+    "audit",
+    "audit-whole",
+    "vllm-speed",
+)
 
 
 def main(words: list[str]) -> int:
@@ -86,6 +110,9 @@ def main(words: list[str]) -> int:
     parser.add_argument("--all", action="store_true", help="every record that is of other sources")
     parser.add_argument(
         "--list", action="store_true", help="print which records are of these sources"
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="records at a time, if no time is shown"
     )
     parser.add_argument("--output", type=Path, help="what the command printed, from an earlier run")
     parser.add_argument("--commit", default="HEAD", help="the commit of that run")
@@ -99,25 +126,37 @@ def main(words: list[str]) -> int:
         parser.error("expected the name of one record, or --all")
     if modified_sources() and not options.output:
         parser.error(f"expected sources as committed; modified: {modified_sources()}")
-    return make_all(names) if options.all else make(names[0], options.output, options.commit)
+    if options.all:
+        return make_all(names, options.jobs)
+    make(names[0], options.output, options.commit)
+    return 0
 
 
-def make_all(names: list[str]) -> int:
-    """Make records one after the other; one that fails does not stop the others. Return 1 if one failed."""
-    failed = []
-    for at, name in enumerate(names):
-        start = time.monotonic()
-        print(f"[{at + 1}/{len(names)}] {name}: {COMMANDS[name]}", file=sys.stderr, flush=True)
-        try:
-            make(name)
-            outcome = "recorded"
-        except (subprocess.CalledProcessError, OSError, ValueError, KeyError) as error:
-            failed.append(name)
-            outcome = f"failed: {error}"
-        minutes = (time.monotonic() - start) / 60
-        print(f"    {outcome} after {minutes:.1f} minutes", file=sys.stderr, flush=True)
-    print(f"{len(names) - len(failed)} of {len(names)} records made; failed: {failed or 'none'}")
+def make_all(names: list[str], jobs: int = 1) -> int:
+    """Make records; one that fails does not stop the others. Return 1 if one could not be made."""
+    alone = [name for name in TIMED if name in names]
+    others = [name for name in names if name not in TIMED]
+    total = len(names)
+    failed = [name for name in alone if not make_or_tell(name, total)]
+    with ThreadPoolExecutor(jobs) as pool:
+        made = pool.map(partial(make_or_tell, total=total), others)
+        failed += [name for name, is_made in zip(others, made, strict=True) if not is_made]
+    print(f"{total - len(failed)} of {total} records made; failed: {failed or 'none'}")
     return int(bool(failed))
+
+
+def make_or_tell(name: str, total: int) -> bool:
+    """Make one record of `total`, and print how it went; return whether it was made."""
+    start = time.monotonic()
+    print(f"{name}, one of {total}: {COMMANDS[name]}", file=sys.stderr, flush=True)
+    try:
+        code = make(name)
+        outcome = "recorded" if code == 0 else f"recorded, exit code {code}"
+    except (subprocess.CalledProcessError, OSError, ValueError, KeyError, IndexError) as error:
+        outcome, code = f"failed: {error}", None
+    minutes = (time.monotonic() - start) / 60
+    print(f"    {name}: {outcome} after {minutes:.1f} minutes", file=sys.stderr, flush=True)
+    return code is not None
 
 
 def list_records() -> int:
@@ -156,21 +195,34 @@ def git(*words: str) -> str:
 
 
 def make(name: str, output: Path | None = None, commit: str = "HEAD") -> int:
-    """Run the command of one record, or take its output from a file, and store it."""
+    """Run the command of one record, or take its output from a file, and store it; return the exit code.
+
+    A command that ends with 1 found something broken, which its record says. Any other exit code raises an error, and
+    what was printed stays in build/records.
+    """
     command = COMMANDS[name]
+    record: dict = {"command": command.replace(" --json", ""), **describe_run(commit)}
+    code = 0
     if output:
         printed = output.read_text()
     else:
         first, *rest = shlex.split(command)
         python = {"python": [sys.executable], "isobit": [sys.executable, "-m", "isobit"]}
-        run = [*python.get(first, [first]), *rest]
-        printed = subprocess.run(
-            run, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True
-        ).stdout
-    record = {"command": command.replace(" --json", ""), **describe_run(commit)}
+        run, start = [*python.get(first, [first]), *rest], time.monotonic()
+        done = subprocess.run(run, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        printed, code = done.stdout, done.returncode
+        keep = ROOT / "build" / "records" / f"{name}.txt"
+        keep.parent.mkdir(parents=True, exist_ok=True)
+        keep.write_text(printed)
+        if code not in (0, 1):
+            raise subprocess.CalledProcessError(code, run)
+        record |= {"minutes": round((time.monotonic() - start) / 60, 1)}
+        record |= {"exit": 1} if code else {}
     record |= read_json(json.loads(printed)) if "--json" in command else read_text(printed)
+    if not record["tables"]:
+        raise ValueError(f"{command} printed no table")
     save(name, record)
-    return 0
+    return code
 
 
 def describe_run(commit: str) -> dict[str, str | int]:

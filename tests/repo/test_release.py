@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import runpy
+import shlex
 import shutil
 import subprocess
 import tarfile
@@ -220,6 +221,7 @@ def test_all_goes_on_where_it_was_and_past_a_failure(monkeypatch, tmp_path, caps
         if name == "model":
             raise subprocess.CalledProcessError(1, name)
         records.save(name, {"commit": "x", "sources": "now"})
+        return 0
 
     monkeypatch.setattr(records, "make", make)
     monkeypatch.setattr(records, "RECORDS", tmp_path)
@@ -228,11 +230,39 @@ def test_all_goes_on_where_it_was_and_past_a_failure(monkeypatch, tmp_path, caps
     wanted = ["linear", "model", "step"]
     records.save("linear", {"commit": "x", "sources": "now"})
     assert records.main([*wanted, "--all"]) == 1
-    assert made == ["model", "step"]
+    assert sorted(made) == ["model", "step"]
     assert "1 of 2 records made; failed: ['model']" in capsys.readouterr().out
     monkeypatch.setattr(records, "modified_sources", lambda: "M src/isobit/bits.py")
     with pytest.raises(SystemExit):
         records.main([*wanted, "--all"])
+
+
+def test_a_record_says_what_its_command_found(monkeypatch, tmp_path):
+    """Exit code 1 is stored, anything else and an output without a table make no record."""
+    monkeypatch.setattr(records, "RECORDS", tmp_path)
+    monkeypatch.setattr(records, "ROOT", tmp_path)
+    monkeypatch.setattr(records, "describe_run", lambda commit: {"commit": "x"})
+
+    def ending_with(code, printed):
+        program = f"import sys; print({printed!r}); sys.exit({code})"
+        monkeypatch.setitem(records.COMMANDS, "linear", f"python -c {shlex.quote(program)}")
+        return records.make("linear")
+
+    table = "┃ a ┃\n│ 1 │\nand a line"
+    assert ending_with(0, table) == 0
+    assert "exit" not in json.loads((tmp_path / "linear.json").read_text())
+    assert ending_with(1, table) == 1
+    found = json.loads((tmp_path / "linear.json").read_text())
+    assert (found["exit"], found["lines"]) == (1, ["and a line"])
+    assert found["tables"] == [{"header": ["a"], "rows": [["1"]]}]
+    with pytest.raises(subprocess.CalledProcessError):
+        ending_with(2, table)
+    with pytest.raises(ValueError, match="no table"):
+        ending_with(0, "nothing was compiled")
+
+
+def test_records_with_times_are_made_alone():
+    assert set(records.TIMED) < set(records.COMMANDS)
 
 
 def test_a_ratio_near_one_is_about_one_and_few_rounds_are_none():
