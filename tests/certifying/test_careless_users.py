@@ -43,6 +43,14 @@ def test_unusual_but_right_functions_are_kept(function):
     assert found.names > 0
 
 
+def test_a_wrapper_that_takes_tensors_is_shown_the_function_to_write():
+    def my_norm(x, weight):
+        return x * weight
+
+    with pytest.raises(ArgumentError, match=r"def certified\(rows\): return my_norm\(x=…, weight=…\)"):
+        certify(my_norm)
+
+
 def test_all_configurations_of_an_autotuner_are_judged():
     found = certify(careless.many)
     assert found.kept

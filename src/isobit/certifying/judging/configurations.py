@@ -84,10 +84,13 @@ def plan(
         and name not in vary
     ]
     if missing:
+        name = getattr(function, "__name__", "function")
+        given = ", ".join(f"{one}=…" for one in missing)
         raise ArgumentError(
             expected=f"defaults for the parameters of {name_of(function)}",
             received=f"none for {', '.join(missing)}",
-            remedy="give them defaults, or values that vary",
+            remedy="give them defaults, or values that vary; of tensors: write def certified(rows): return"
+            f" {name}({given}), with torch.randn(rows, …) for the tensor of rows",
         )
     combinations = itertools.product(*vary.values())
     settings = [tuple(zip(vary, values, strict=True)) for values in combinations]
