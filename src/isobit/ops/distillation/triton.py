@@ -25,7 +25,7 @@ from isobit.ops.linear.triton import multiply, sum_weight_grad
 from isobit.ops.logprob.triton import (
     BLOCK,
     WARPS,
-    choose_words,
+    choose,
     scale_of,
     tokens_at_a_time,
     widen,
@@ -325,12 +325,11 @@ class Models:
         return own, room.scatter_(1, at, given.float())[:, :count].contiguous()
 
 
-def choose(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def scores(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Return log-probabilities of targets [M], and maxima and logs of sums [M, 2], of logits times `scale`."""
     found = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     pairs = torch.empty(len(logits), 2, dtype=torch.float32, device=logits.device)
-    rows, grid, how = row_launch("linear_logprob", logits)
-    run(choose_words, grid, logits, targets, found, pairs, rows, scale, **how)
+    choose(logits, targets, scale, found, pairs)
     return found, pairs
 
 
@@ -359,14 +358,14 @@ def triton_distillation_loss(
         part = slice(at, at + step)
         chosen = targets[part]
         logits, others = models.logits(part, slice(None))
-        logprobs[part], of_targets = choose(logits, chosen, 1.0)
-        _, of_student = choose(logits, chosen, models.scale)
+        logprobs[part], of_targets = scores(logits, chosen, 1.0)
+        _, of_student = scores(logits, chosen, models.scale)
         rest = of_student  # not read, unless there is one
         if teacher_rest is None:
-            _, of_others = choose(others, chosen, models.scale)
+            _, of_others = scores(others, chosen, models.scale)
         else:
             unknown = torch.where(others == torch.inf, logits, -torch.inf)
-            _, of_others = choose(unknown, chosen, models.scale)
+            _, of_others = scores(unknown, chosen, models.scale)
             rest = teacher_rest[part].float().contiguous()
         rows, grid, tile = row_launch("distillation_loss", logits)
         pairs = of_targets, of_student, of_others, rest
