@@ -180,19 +180,21 @@ def terms_of_words(
     others: tl.tensor,
     inside: tl.tensor,
     inverse: tl.tensor,
-    of_student: tuple[tl.tensor, tl.tensor],
-    of_others: tuple[tl.tensor, tl.tensor],
+    top: tl.tensor,
+    log_sum: tl.tensor,
+    other_top: tl.tensor,
+    other_log_sum: tl.tensor,
     rest: tl.tensor,
     beta: tl.tensor,
     DIRECTION: tl.constexpr,
     PARTLY: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return `terms_of` words at the places `logits` and `others`, of pairs (maximum, log of sum) [ROWS, 1]."""
+    """Return `terms_of` words at the places `logits` and `others`; maxima and logs of sums are [ROWS, 1]."""
     student = tl.load(logits, mask=inside, other=0.0) * inverse
-    student = (student - of_student[0]) - of_student[1]
+    student = (student - top) - log_sum
     teacher = tl.load(others, mask=inside, other=0.0)
     if not PARTLY:
-        teacher = (teacher * inverse - of_others[0]) - of_others[1]
+        teacher = (teacher * inverse - other_top) - other_log_sum
     ratio, _, larger = compare_words(student, teacher, rest, PARTLY)
     return terms_of(ratio, larger, beta, DIRECTION)
 
@@ -229,9 +231,9 @@ def sum_terms(
     place = row * N + segment * LENGTH + lane  # [ROWS, 16]
     logits += place
     others += place
-    student = load_pair(of_student, row, row < m)  # [ROWS, 1]
-    teacher = load_pair(of_others, row, row < m)
-    rest = student[0] * 0.0
+    top, log_sum = load_pair(of_student, row, row < m)  # [ROWS, 1]
+    other_top, other_log_sum = load_pair(of_others, row, row < m)
+    rest = top * 0.0
     if PARTLY:
         rest = load_rest(teacher_rest, of_student, of_others, row, row < m)
     total = tl.zeros((ROWS, 16), tl.float32)
@@ -240,7 +242,8 @@ def sum_terms(
         for step in tl.static_range(STEPS):
             at = start + 16 * step
             term, offset = terms_of_words(
-                logits + at, others + at, row < m, inverse, student, teacher, rest, beta, DIRECTION, PARTLY
+                logits + at, others + at, row < m, inverse,
+                top, log_sum, other_top, other_log_sum, rest, beta, DIRECTION, PARTLY,
             )  # fmt: skip
             total = total + term
             if DIRECTION == JSD:
@@ -248,7 +251,8 @@ def sum_terms(
     for at in range(WHOLE, LENGTH, 16):  # fewer than STEPS; lanes beyond the end add nothing
         known = at + lane < LENGTH
         term, offset = terms_of_words(
-            logits + at, others + at, (row < m) & known, inverse, student, teacher, rest, beta, DIRECTION, PARTLY
+            logits + at, others + at, (row < m) & known, inverse,
+            top, log_sum, other_top, other_log_sum, rest, beta, DIRECTION, PARTLY,
         )  # fmt: skip
         total = tl.where(known, total + term, total)
         if DIRECTION == JSD:
