@@ -192,7 +192,8 @@ def test_attention_in_16_bits(monkeypatch, spoiled, kernel, argument, name):
     ("kernel", "argument", "name"),
     [
         ("", 0, ""),
-        ("choose_words", 2, "values"),
+        ("sum_segments", 1, "values"),
+        ("choose_words", 3, "values"),
         ("differentiate_logits", 4, "dhidden"),
         ("weight_grad", 3, "dweight"),
     ],

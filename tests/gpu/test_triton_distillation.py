@@ -95,9 +95,10 @@ def test_fp32_has_the_bits_of_the_cpu(direction, kind):
 
 @pytest.mark.parametrize("case", mostly_full(CASES, [CASES[0], CASES[-1]]), ids=str)
 @pytest.mark.sweep(1)
-def test_two_segments_of_words_have_the_bits_of_the_cpu(case):
+def test_segments_of_words_have_the_bits_of_the_cpu(case):
+    """1100 words are 4 segments of 275: 4 times 4 steps of 16, a step, and 3 words."""
     direction, kind = case
-    given = problem(3, 1026, kind)
+    given = problem(3, 1100, kind)
     assert same(run(given, direction), results(*given, direction))
 
 
@@ -235,7 +236,10 @@ WRONG = {
     "the digits of 1 - part": ("jsd", "tl.div_rn(part, 1.0 - middle)", "1.0"),
     "the offset": ("reverse", "(0.0 - ratio) - offset", "(0.0 - ratio) - offset * 1.0000001"),
     "words that are not known": ("forward", "tl.where(unknown, rest, ratio)", "tl.where(unknown, 0.0, ratio)"),
-    "lanes": ("forward", "lane = column % 16", "lane = column * 3 % 16"),
+    "lanes": ("forward", "tl.arange(0, 16)[None, :]", "(tl.arange(0, 16) * 3 % 16)[None, :]"),
+    "segments": ("jsd", "tl.arange(0, SEGMENTS)[None, :]", "(tl.arange(0, SEGMENTS) * 3 % SEGMENTS)[None, :]"),
+    "steps": ("forward", "at = start + 16 * step", "at = start + 16 * (STEPS - 1 - step)"),
+    "the end of a segment": ("reverse", "range(WHOLE, LENGTH, 16)", "range(WHOLE, LENGTH // 16 * 16, 16)"),
 }  # fmt: skip
 
 
@@ -243,7 +247,8 @@ WRONG = {
 @pytest.mark.sweep(3)
 def test_a_wrong_kernel_is_caught(name):
     direction, old, new = WRONG[name]
-    given = problem(5, 37, "words" if "known" in name else "live")
+    words = 1100 if name in ("segments", "steps", "the end of a segment") else 37
+    given = problem(5, words, "words" if "known" in name else "live")
     if "near 0" in name:
         given = *given[:2], (given[0] * 1.0625, given[1]), given[3]
     expected = results(*given, direction)

@@ -5,6 +5,9 @@
 3. A token does not depend on the others; another number of segments is caught.
 """
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -15,6 +18,7 @@ pytest.importorskip("triton")
 from isobit.certifying import executing
 from isobit.certifying.names.leaf import ENGINE_OF_TARGET
 from isobit.foundation.launches import record_launches
+from isobit.library.on_gpu.twins import source
 from isobit.ops.logprob import portable
 from isobit.ops.logprob import triton as executor
 from isobit.ops.portable.elementary import exp_nonpositive, soft_cap
@@ -95,7 +99,13 @@ def same(left, right):
 # ---- bits ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("tokens", "width", "words", "lengths"),
-    [(6, 48, 30, [2, 4]), (5, 20, 1026, None), (3, 514, 5, [3, 0]), (2, 3, 1, None)],
+    [
+        (6, 48, 30, [2, 4]),
+        (5, 20, 1026, None),
+        (3, 20, 1100, None),
+        (3, 514, 5, [3, 0]),
+        (2, 3, 1, None),
+    ],
 )
 @pytest.mark.sweep(2)
 def test_fp32_has_the_bits_of_the_cpu(tokens, width, words, lengths):
@@ -195,7 +205,7 @@ def test_logits_of_the_whole_batch_never_exist(monkeypatch):
 
     monkeypatch.setattr(executor, "run", watch)
     assert same(expected, run("interpreter", "sm_90", *given))
-    assert len(sizes) == 3 + 3 + 3
+    assert len(sizes) == 2 * 3 + 3 + 3  # the words are scanned and chosen, then both gradients
     assert max(sizes) <= 120 < 5 * 60
 
 
@@ -211,12 +221,61 @@ def test_a_token_does_not_depend_on_its_batch():
 
 def test_other_segments_of_the_vocabulary_are_caught(monkeypatch):
     given = problem(F32, 5, 20, 1024)
-    expected, rows_of = results(*given), executor.row_launch
-
-    def fewer(name, logits):
-        rows, grid, how = rows_of(name, logits)
-        return rows, grid, {**how, "SEGMENTS": 1}
-
-    monkeypatch.setattr(executor, "row_launch", fewer)
+    expected = results(*given)
+    monkeypatch.setattr(executor, "FeaturePlan", lambda words: SimpleNamespace(count=1))
     received = run("interpreter", "sm_90", *given)
     assert not isobit.bits.equal(expected[0], received[0])
+
+
+# ---- a program per segment ----------------------------------------------------------------------
+EXP = "total + exp_nonpositive(value - base)"
+WRONG = {
+    "segments are merged in a different sequence": (
+        "tl.arange(0, SEGMENTS)[None, :]",
+        "(tl.arange(0, SEGMENTS) * 3 % SEGMENTS)[None, :]",
+    ),
+    "a segment is read for its neighbour": (
+        "segment = tl.program_id(1)",
+        "segment = tl.program_id(1) // 2 * 2",
+    ),
+    "steps are added descending": (
+        "at = start + 16 * step",
+        "at = start + 16 * (STEPS - 1 - step)",
+    ),
+    "the last words are left out": (
+        "range(WHOLE, LENGTH, 16)",
+        "range(WHOLE, LENGTH // 16 * 16, 16)",
+    ),
+    "words after the segment are added": (f"tl.where(known, {EXP}, total)", EXP),
+}
+
+
+@pytest.mark.parametrize("name", [None, *WRONG])
+def test_a_wrong_segment_is_caught(name):
+    """1100 words are 4 segments of 275: 2 times 8 steps of 16, a step, and 3 words."""
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.rand(12, 1, generator=generator) * 0.5 + 1
+    weight = -6 - 8 * torch.rand(1100, 1, generator=generator)
+    weight[40::275] = 0.0  # a target in each segment, so likely that the logarithm hides few bits
+    given = hidden, weight, torch.full((12,), 40)
+    expected = isobit.linear_logprob(*given)
+    change = source("isobit.ops.logprob.triton", WRONG[name]) if name else nullcontext
+    with change(), executing("interpreter", target="sm_90"):
+        received = isobit.linear_logprob(*given)
+    assert isobit.bits.equal(received, expected) == (name is None)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 64, 441])
+def test_each_segment_of_a_real_vocabulary_has_its_own_programs(rows, monkeypatch):
+    """The kernels and their constants are the same for all numbers of rows."""
+    found = []
+    monkeypatch.setattr(
+        executor, "run", lambda kernel, grid, *_, **how: found.append((kernel.__name__, grid, how))
+    )
+    logits = torch.empty(rows, 151_936, device="meta")
+    executor.choose(logits, logits[:, 0], 1.0, logits[:, 0], logits[:, :2])
+    constants = {"N": 151_936, "SEGMENTS": 8, "warps": 1}
+    assert found == [
+        ("sum_segments", (-(-rows // 2), 8), {**constants, "ROWS": 2}),
+        ("choose_words", (-(-rows // 16),), {**constants, "ROWS": 16}),
+    ]

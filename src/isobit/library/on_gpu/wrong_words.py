@@ -54,13 +54,14 @@ NEIGHBOURS = source(
 COUNTED = source(LOGPROB, (TARGET, f"tl.maximum({TARGET}, 0)"))
 ADDED = "total + exp_nonpositive(value - base)"
 NO_TAIL = source(LOGPROB, (f"tl.where(known, {ADDED}", f"tl.where(at + 16 <= LENGTH, {ADDED}"))
-BASE = 'base = tl.where(tops == -float("inf"), 0.0, tops)'
+BASE = 'base = tl.where(top == -float("inf"), 0.0, top)'
 NOT_RESCALED = source(LOGPROB, (BASE, f"{BASE} + 0.0625"))
 RESULT = "(chosen - top) - log_sum"
 HAIR_MORE = source(LOGPROB, (RESULT, f"{RESULT} + 9.5367431640625e-07"))
-# How choose_words loads logits: for the maximum, for the sum, and the target's.
+# How logits are loaded: for the maximum, for the sum and for the end of it, and the target's.
 LOADS = (
     'mask=inside, other=-float("inf"))',
+    "(at + lane), mask=row < m, other=0.0)",
     "mask=(row < m) & known, other=0.0)",
     "mask=target >= 0, other=0.0)",
 )
@@ -70,10 +71,16 @@ COOLED_LATE = source(
     *((f"{load} * inverse", load) for load in LOADS),
     (RESULT, f"({RESULT}) * inverse"),
 )
-PLACE = "logits + place + at"
+END_OF_ROW = "(2 * row + 1) * N - 1"
 WORDS_REVERSED = source(
     LOGPROB,
-    (PLACE, f"logits + tl.where(m < {FEW}, (2 * row + 1) * N - 1 - place - at, place + at)"),
+    *(
+        (
+            f"place + (at + {word})",
+            f"tl.where(m < {FEW}, {END_OF_ROW} - place - (at + {word}), place + (at + {word}))",
+        )
+        for word in ("column", "lane")
+    ),
 )
 
 # ---- gradients -------------------------------------------------------------------------------------------

@@ -19,13 +19,15 @@ from torch import Tensor
 from isobit.ops.distillation.portable import DIRECTIONS, STATS
 from isobit.ops.gpu.elementary import exp_nonpositive, log_positive, round_once
 from isobit.ops.gpu.executors import triton_operator
-from isobit.ops.gpu.launching import row_launch, run
+from isobit.ops.gpu.launching import run
 from isobit.ops.gpu.sums import merge_columns
 from isobit.ops.linear.triton import multiply, sum_weight_grad
 from isobit.ops.logprob.triton import (
     BLOCK,
+    MERGED_ROWS,
+    ROWS,
     WARPS,
-    choose_words,
+    choose,
     scale_of,
     tokens_at_a_time,
     widen,
@@ -33,7 +35,9 @@ from isobit.ops.logprob.triton import (
 )
 from isobit.ops.portable.samples import whole_samples
 from isobit.ops.share import gradient_dtype
+from isobit.order.plan import FeaturePlan
 
+STEPS = tl.constexpr(4)  # steps of 16 words whose loads do not wait for each other
 FORWARD, REVERSE, JSD = (tl.constexpr(DIRECTIONS.index(d)) for d in ("forward", "reverse", "jsd"))
 
 
@@ -155,24 +159,54 @@ def load_pair(pairs: tl.tensor, row: tl.tensor, inside: tl.tensor) -> tuple[tl.t
 
 
 @triton.jit
-def store_stats(
-    stats: tl.tensor, row: tl.tensor, inside: tl.tensor, AT: tl.constexpr, value: tl.tensor
-) -> None:
-    """Store column AT of stats [M, 8]."""
-    tl.store(stats + row * 8 + AT, round_once(value, tl.float32), mask=inside)
+def load_rest(
+    teacher_rest: tl.tensor,
+    of_student: tl.tensor,
+    of_others: tl.tensor,
+    row: tl.tensor,
+    inside: tl.tensor,
+) -> tl.tensor:
+    """Return the log-ratio of rows' words that are not known, of teacher_rest [M] and pairs [M, 2]."""
+    top, log_sum = load_pair(of_student, row, inside)
+    other_top, other_log_sum = load_pair(of_others, row, inside)
+    own_rest = ((other_top - top) + other_log_sum) - log_sum
+    given_rest = tl.load(teacher_rest + row, mask=inside, other=0.0)
+    return tl.where(given_rest == own_rest, 0.0, given_rest - own_rest)
+
+
+@triton.jit
+def terms_of_words(
+    logits: tl.tensor,
+    others: tl.tensor,
+    inside: tl.tensor,
+    inverse: tl.tensor,
+    top: tl.tensor,
+    log_sum: tl.tensor,
+    other_top: tl.tensor,
+    other_log_sum: tl.tensor,
+    rest: tl.tensor,
+    beta: tl.tensor,
+    DIRECTION: tl.constexpr,
+    PARTLY: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return `terms_of` words at the places `logits` and `others`; maxima and logs of sums are [ROWS, 1]."""
+    student = tl.load(logits, mask=inside, other=0.0) * inverse
+    student = (student - top) - log_sum
+    teacher = tl.load(others, mask=inside, other=0.0)
+    if not PARTLY:
+        teacher = (teacher * inverse - other_top) - other_log_sum
+    ratio, _, larger = compare_words(student, teacher, rest, PARTLY)
+    return terms_of(ratio, larger, beta, DIRECTION)
 
 
 @triton.jit(do_not_specialize=["m"])
 def sum_terms(
     logits: tl.tensor,
     others: tl.tensor,
-    targets: tl.tensor,
-    of_targets: tl.tensor,
     of_student: tl.tensor,
     of_others: tl.tensor,
     teacher_rest: tl.tensor,
-    found: tl.tensor,
-    stats: tl.tensor,
+    sums: tl.tensor,
     m: tl.tensor,
     inverse: tl.tensor,
     beta: tl.tensor,
@@ -182,56 +216,105 @@ def sum_terms(
     SEGMENTS: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
-    """Store divergences, found [m], and stats [m, 8]; see STATS in portable.py for its columns.
+    """Store the sums of the terms of each segment, [m, SEGMENTS, 2]: the second one is of the offsets, for jsd.
 
-    logits and others are fp32 [m, N], targets int64 [m], and the pairs of_... fp32 [m, 2] are maxima and logs of sums:
-    of the student at temperature 1 and scaled, and of the teacher. With PARTLY, `others` are log-probabilities, +inf
-    where they are not known, of_others is of the student's words there, and teacher_rest [m] the log of the teacher's
-    probability of them. A tile is as in choose_words.
+    logits and others are fp32 [m, N], and the pairs of_... fp32 [m, 2] are maxima and logs of sums: of the student,
+    scaled, and of the teacher. With PARTLY, `others` are log-probabilities, +inf where they are not known, of_others
+    is of the student's words there, and teacher_rest [m] the log of the teacher's probability of them. A program
+    computes one segment of ROWS rows; see [Note: a program per segment] in isobit/ops/logprob/triton.py.
     """
     LENGTH: tl.constexpr = N // SEGMENTS
+    WHOLE: tl.constexpr = LENGTH // (16 * STEPS) * (16 * STEPS)
+    segment = tl.program_id(1)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]).to(tl.int64)
-    column = tl.arange(0, SEGMENTS * 16)[None, :]
-    lane = column % 16
-    place = row * N + (column // 16) * LENGTH + lane
+    lane = tl.arange(0, 16)[None, :]
+    place = row * N + segment * LENGTH + lane  # [ROWS, 16]
+    logits += place
+    others += place
     top, log_sum = load_pair(of_student, row, row < m)  # [ROWS, 1]
     other_top, other_log_sum = load_pair(of_others, row, row < m)
     rest = top * 0.0
     if PARTLY:
-        own_rest = ((other_top - top) + other_log_sum) - log_sum
-        given_rest = tl.load(teacher_rest + row, mask=row < m, other=0.0)
-        rest = tl.where(given_rest == own_rest, 0.0, given_rest - own_rest)
-    total = tl.zeros((ROWS, SEGMENTS * 16), tl.float32)
-    offsets = tl.zeros((ROWS, SEGMENTS * 16), tl.float32)
-    for at in range(0, LENGTH, 16):
+        rest = load_rest(teacher_rest, of_student, of_others, row, row < m)
+    total = tl.zeros((ROWS, 16), tl.float32)
+    offsets = tl.zeros((ROWS, 16), tl.float32)
+    for start in range(0, WHOLE, 16 * STEPS):
+        for step in tl.static_range(STEPS):
+            at = start + 16 * step
+            term, offset = terms_of_words(
+                logits + at, others + at, row < m, inverse,
+                top, log_sum, other_top, other_log_sum, rest, beta, DIRECTION, PARTLY,
+            )  # fmt: skip
+            total = total + term
+            if DIRECTION == JSD:
+                offsets = offsets + offset
+    for at in range(WHOLE, LENGTH, 16):  # fewer than STEPS; lanes beyond the end add nothing
         known = at + lane < LENGTH
-        inside = (row < m) & known
-        student = tl.load(logits + place + at, mask=inside, other=0.0) * inverse
-        student = (student - top) - log_sum
-        teacher = tl.load(others + place + at, mask=inside, other=0.0)
-        if not PARTLY:
-            teacher = (teacher * inverse - other_top) - other_log_sum
-        ratio, _, larger = compare_words(student, teacher, rest, PARTLY)
-        term, offset = terms_of(ratio, larger, beta, DIRECTION)
+        term, offset = terms_of_words(
+            logits + at, others + at, (row < m) & known, inverse,
+            top, log_sum, other_top, other_log_sum, rest, beta, DIRECTION, PARTLY,
+        )  # fmt: skip
         total = tl.where(known, total + term, total)
         if DIRECTION == JSD:
             offsets = tl.where(known, offsets + offset, offsets)
+    place = sums + (row * SEGMENTS + segment) * 2
+    tl.store(place, merge_columns(total, ROWS, 16), mask=row < m)
+    if DIRECTION == JSD:
+        tl.store(place + 1, merge_columns(offsets, ROWS, 16), mask=row < m)
+
+
+@triton.jit
+def store_stats(
+    stats: tl.tensor, row: tl.tensor, inside: tl.tensor, AT: tl.constexpr, value: tl.tensor
+) -> None:
+    """Store column AT of stats [M, 8]."""
+    tl.store(stats + row * 8 + AT, round_once(value, tl.float32), mask=inside)
+
+
+@triton.jit(do_not_specialize=["m"])
+def merge_terms(
+    sums: tl.tensor,
+    targets: tl.tensor,
+    of_targets: tl.tensor,
+    of_student: tl.tensor,
+    of_others: tl.tensor,
+    teacher_rest: tl.tensor,
+    found: tl.tensor,
+    stats: tl.tensor,
+    m: tl.tensor,
+    DIRECTION: tl.constexpr,
+    PARTLY: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> None:
+    """Store divergences, found [m], and stats [m, 8]; see STATS in portable.py for its columns.
+
+    sums is fp32 [m, SEGMENTS, 2], targets int64 [m], of_targets [m, 2] the student's pair at temperature 1, and the
+    others are as in sum_terms.
+    """
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]).to(tl.int64)
+    place = sums + (row * SEGMENTS + tl.arange(0, SEGMENTS)[None, :]) * 2  # [ROWS, SEGMENTS]
+    total = tl.load(place, mask=row < m, other=0.0)
     target = tl.load(targets + row, mask=row < m, other=-1)
-    result = merge_columns(total, ROWS, SEGMENTS * 16)  # [ROWS, 1]
+    result = merge_columns(total, ROWS, SEGMENTS)  # [ROWS, 1]
     result = tl.where(target < 0, 0.0, result)
     tl.store(found + row, round_once(result, tl.float32), mask=row < m)
+    top, log_sum = load_pair(of_student, row, row < m)
     store_stats(stats, row, row < m, 0, top)
     store_stats(stats, row, row < m, 1, log_sum)
     plain_top, plain_log_sum = load_pair(of_targets, row, row < m)
     store_stats(stats, row, row < m, 4, plain_top)
     store_stats(stats, row, row < m, 5, plain_log_sum)
     if PARTLY:
+        rest = load_rest(teacher_rest, of_student, of_others, row, row < m)
         store_stats(stats, row, row < m, 7, rest)
     else:
+        other_top, other_log_sum = load_pair(of_others, row, row < m)
         store_stats(stats, row, row < m, 2, other_top)
         store_stats(stats, row, row < m, 3, other_log_sum)
     if DIRECTION == JSD:
-        store_stats(stats, row, row < m, 6, merge_columns(offsets, ROWS, SEGMENTS * 16))
+        offsets = tl.load(place + 1, mask=row < m, other=0.0)
+        store_stats(stats, row, row < m, 6, merge_columns(offsets, ROWS, SEGMENTS))
     elif DIRECTION == REVERSE:
         store_stats(stats, row, row < m, 6, result)
 
@@ -325,12 +408,11 @@ class Models:
         return own, room.scatter_(1, at, given.float())[:, :count].contiguous()
 
 
-def choose(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def scores(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Return log-probabilities of targets [M], and maxima and logs of sums [M, 2], of logits times `scale`."""
     found = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     pairs = torch.empty(len(logits), 2, dtype=torch.float32, device=logits.device)
-    rows, grid, how = row_launch("linear_logprob", logits)
-    run(choose_words, grid, logits, targets, found, pairs, rows, scale, **how)
+    choose(logits, targets, scale, found, pairs)
     return found, pairs
 
 
@@ -359,19 +441,24 @@ def triton_distillation_loss(
         part = slice(at, at + step)
         chosen = targets[part]
         logits, others = models.logits(part, slice(None))
-        logprobs[part], of_targets = choose(logits, chosen, 1.0)
-        _, of_student = choose(logits, chosen, models.scale)
+        logprobs[part], of_targets = scores(logits, chosen, 1.0)
+        _, of_student = scores(logits, chosen, models.scale)
         rest = of_student  # not read, unless there is one
         if teacher_rest is None:
-            _, of_others = choose(others, chosen, models.scale)
+            _, of_others = scores(others, chosen, models.scale)
         else:
             unknown = torch.where(others == torch.inf, logits, -torch.inf)
-            _, of_others = choose(unknown, chosen, models.scale)
+            _, of_others = scores(unknown, chosen, models.scale)
             rest = teacher_rest[part].float().contiguous()
-        rows, grid, tile = row_launch("distillation_loss", logits)
+        rows, words = logits.shape
+        segments = FeaturePlan(words).count
+        sums = torch.empty(rows, segments, 2, dtype=torch.float32, device=device)
+        sizes = {"SEGMENTS": segments, "warps": 1, **models.constants}
+        terms = logits, others, of_student, of_others, rest, sums, rows, models.scale, beta
+        run(sum_terms, (-(-rows // ROWS), segments), *terms, N=words, ROWS=ROWS, **sizes)
         pairs = of_targets, of_student, of_others, rest
-        given = logits, others, chosen, *pairs, found[part], stats[part], rows, models.scale, beta
-        run(sum_terms, grid, *given, **models.constants, **tile)
+        merged = sums, chosen, *pairs, found[part], stats[part], rows
+        run(merge_terms, (-(-rows // MERGED_ROWS),), *merged, ROWS=MERGED_ROWS, **sizes)
     return found, logprobs, stats
 
 

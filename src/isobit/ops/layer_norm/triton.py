@@ -43,6 +43,9 @@ def normalise_rows(
     lane = column % 16
     first = (column // 16) * LENGTH + lane
     x += row * N + first
+    weight = tl.broadcast_to(weight + first, (ROWS, SEGMENTS * 16))
+    if BIASED:
+        bias = tl.broadcast_to(bias + first, (ROWS, SEGMENTS * 16))
     total = tl.zeros((ROWS, SEGMENTS * 16), tl.float32)
     for at in range(0, LENGTH, 16):
         known = at + lane < LENGTH
@@ -62,10 +65,10 @@ def normalise_rows(
         known = at + lane < LENGTH
         inside = (row < m) & known
         rest = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - mean
-        factor = tl.load(weight + first + at, mask=known, other=0.0).to(tl.float32)
+        factor = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
         result = (rest * scale) * factor
         if BIASED:
-            result = result + tl.load(bias + first + at, mask=known, other=0.0).to(tl.float32)
+            result = result + tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
         result = round_once(result, y.dtype.element_ty)
         tl.store(y + row * N + first + at, result, mask=inside)
 
@@ -90,6 +93,7 @@ def differentiate_rows(
     lane = column % 16
     first = (column // 16) * LENGTH + lane
     x += row * N + first
+    weight = tl.broadcast_to(weight + first, (ROWS, SEGMENTS * 16))
     grad += row * N + first
     mean = tl.load(means + row, mask=row < m, other=0.0)  # [ROWS, 1]
     scale = tl.load(scales + row, mask=row < m, other=0.0)  # [ROWS, 1]
@@ -99,7 +103,7 @@ def differentiate_rows(
         known = at + lane < LENGTH
         inside = (row < m) & known
         normal = (tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - mean) * scale
-        factor = tl.load(weight + first + at, mask=known, other=0.0).to(tl.float32)
+        factor = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
         weighted = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32) * factor
         total = tl.where(known, total + weighted * normal, total)
         plain = tl.where(known, plain + weighted, plain)
@@ -109,7 +113,7 @@ def differentiate_rows(
         known = at + lane < LENGTH
         inside = (row < m) & known
         normal = (tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - mean) * scale
-        factor = tl.load(weight + first + at, mask=known, other=0.0).to(tl.float32)
+        factor = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
         weighted = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32) * factor
         result = ((weighted - level) - normal * share) * scale
         result = round_once(result, dx.dtype.element_ty)

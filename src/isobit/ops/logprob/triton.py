@@ -6,6 +6,13 @@ elements, so that [tokens, vocabulary] never exists. The backward computes them 
 for dhidden, and for all tokens and some words for dweight. How many at a time is not part of the order. The number of
 words is a constant of the compiled kernels, so it is one of a few: no number of tokens has binaries of its own.
 
+[Note: a program per segment]
+A vocabulary of 151,936 words is 8 segments, whose pairs (maximum, sum) are merged after they are whole. So the pairs of
+segments come from programs of their own, and a second kernel merges them: 8 programs for one row. There is no other
+form for many rows, because one program for all segments of a row has as many instructions per word (on sm_90 33.5,
+against 33.3 here). The loads of STEPS steps of 16 words are in one basic block, and
+ptxas issues all of them before the first sum. The sums remain ascending. The maximum has no order, so its tile is wide.
+
 The gradients of bf16 logits are rounded to bf16 before they are multiplied, as those of a tensor core must be. Those of
 fp16 logits are not rounded, since fp16 has too few exponents for them: they are multiplied in fp32.
 """
@@ -19,17 +26,21 @@ from torch import Tensor
 
 from isobit.ops.gpu.elementary import exp_nonpositive, log_positive, round_once, soft_cap
 from isobit.ops.gpu.executors import triton_operator
-from isobit.ops.gpu.launching import row_launch, run
+from isobit.ops.gpu.launching import run
 from isobit.ops.gpu.sums import merge_columns, merge_pairs
 from isobit.ops.linear.triton import multiply, sum_weight_grad
 from isobit.ops.logprob.portable import inverse
 from isobit.ops.portable.samples import whole_samples
 from isobit.ops.share import gradient_dtype
+from isobit.order.plan import FeaturePlan
 
 CHUNK = 1 << 26  # logits at a time
 WHOLE_TILES = 128
 WORDS = (65536, 8192, 1024, 128)  # at a time, for the gradient of the weight
 BLOCK, WARPS = 1024, 4
+ROWS, MERGED_ROWS = 2, 16  # of a program, which is one warp
+WIDTH = tl.constexpr(256)  # words whose maximum is taken at a time
+STEPS = tl.constexpr(8)  # steps of 16 words whose loads do not wait for each other
 
 
 @triton.jit(do_not_specialize=["size"])
@@ -41,9 +52,53 @@ def cap_logits(logits: tl.tensor, size: tl.tensor, cap: tl.tensor, BLOCK: tl.con
 
 
 @triton.jit(do_not_specialize=["m"])
+def sum_segments(
+    logits: tl.tensor,
+    pairs: tl.tensor,
+    m: tl.tensor,
+    inverse: tl.tensor,
+    N: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> None:
+    """Store the maximum of each segment and its sum of exp(x − maximum): pairs is [m, SEGMENTS, 2].
+
+    x is logits · inverse; logits is fp32 [m, N]. A program computes one segment of ROWS rows.
+    """
+    LENGTH: tl.constexpr = N // SEGMENTS
+    WHOLE: tl.constexpr = LENGTH // (16 * STEPS) * (16 * STEPS)
+    segment = tl.program_id(1)
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]).to(tl.int64)
+    place = row * N + segment * LENGTH  # [ROWS, 1]
+    column = tl.arange(0, WIDTH)[None, :]
+    most = tl.full((ROWS, WIDTH), -float("inf"), tl.float32)
+    for at in range(0, LENGTH, WIDTH):
+        inside = (row < m) & (at + column < LENGTH)
+        value = tl.load(logits + place + (at + column), mask=inside, other=-float("inf")) * inverse
+        most = tl.maximum(most, value)
+    top = tl.max(most, 1)[:, None]  # [ROWS, 1]
+    base = tl.where(top == -float("inf"), 0.0, top)
+    lane = tl.arange(0, 16)[None, :]
+    total = tl.zeros((ROWS, 16), tl.float32)
+    for start in range(0, WHOLE, 16 * STEPS):
+        for step in tl.static_range(STEPS):
+            at = start + 16 * step
+            value = tl.load(logits + place + (at + lane), mask=row < m, other=0.0) * inverse
+            total = total + exp_nonpositive(value - base)
+    for at in range(WHOLE, LENGTH, 16):  # fewer than STEPS; lanes beyond the end add nothing
+        known = at + lane < LENGTH
+        value = tl.load(logits + place + (at + lane), mask=(row < m) & known, other=0.0) * inverse
+        total = tl.where(known, total + exp_nonpositive(value - base), total)
+    pair = pairs + (row * SEGMENTS + segment) * 2
+    tl.store(pair, top, mask=row < m)
+    tl.store(pair + 1, merge_columns(total, ROWS, 16), mask=row < m)
+
+
+@triton.jit(do_not_specialize=["m"])
 def choose_words(
     logits: tl.tensor,
     targets: tl.tensor,
+    pairs: tl.tensor,
     found: tl.tensor,
     stats: tl.tensor,
     m: tl.tensor,
@@ -54,30 +109,13 @@ def choose_words(
 ) -> None:
     """Store log-probabilities of targets, found [m], and each row's maximum and log of its sum, stats [m, 2].
 
-    logits is fp32 [m, N], targets int64 [m]. A tile is [ROWS, SEGMENTS * 16]: one column per lane, the lanes of a
-    segment side by side.
+    logits is fp32 [m, N], targets int64 [m], pairs fp32 [m, SEGMENTS, 2]. A program merges the pairs of ROWS rows.
     """
-    LENGTH: tl.constexpr = N // SEGMENTS
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]).to(tl.int64)
-    column = tl.arange(0, SEGMENTS * 16)[None, :]
-    lane = column % 16
-    place = row * N + (column // 16) * LENGTH + lane
-    most = tl.full((ROWS, SEGMENTS * 16), -float("inf"), tl.float32)
-    for at in range(0, LENGTH, 16):
-        inside = (row < m) & (at + lane < LENGTH)
-        value = tl.load(logits + place + at, mask=inside, other=-float("inf")) * inverse
-        most = tl.maximum(most, value)
-    tops = tl.max(tl.reshape(most, (ROWS, SEGMENTS, 16)), 2)  # [ROWS, SEGMENTS]
-    base = tl.where(tops == -float("inf"), 0.0, tops)
-    base = tl.broadcast_to(base[:, :, None], (ROWS, SEGMENTS, 16))
-    base = tl.reshape(base, (ROWS, SEGMENTS * 16))
-    total = tl.zeros((ROWS, SEGMENTS * 16), tl.float32)
-    for at in range(0, LENGTH, 16):
-        known = at + lane < LENGTH
-        value = tl.load(logits + place + at, mask=(row < m) & known, other=0.0) * inverse
-        total = tl.where(known, total + exp_nonpositive(value - base), total)
-    sums = merge_columns(tl.reshape(total, (ROWS * SEGMENTS, 16)), ROWS * SEGMENTS, 16)
-    top, whole = merge_pairs(tops, tl.reshape(sums, (ROWS, SEGMENTS)), ROWS, SEGMENTS)
+    pair = pairs + (row * SEGMENTS + tl.arange(0, SEGMENTS)[None, :]) * 2  # [ROWS, SEGMENTS]
+    tops = tl.load(pair, mask=row < m, other=-float("inf"))
+    sums = tl.load(pair + 1, mask=row < m, other=0.0)
+    top, whole = merge_pairs(tops, sums, ROWS, SEGMENTS)
     log_sum = log_positive(whole)  # [ROWS, 1]
     target = tl.load(targets + row, mask=row < m, other=-1)  # [ROWS, 1]
     chosen = tl.load(logits + row * N + target, mask=target >= 0, other=0.0) * inverse
@@ -139,6 +177,18 @@ def tokens_at_a_time(size: int) -> int:
     return rows // WHOLE_TILES * WHOLE_TILES or rows
 
 
+def choose(logits: Tensor, targets: Tensor, scale: float, found: Tensor, stats: Tensor) -> None:
+    """Fill found [M] and stats [M, 2] of logits [M, N] times `scale`, as `choose_words` says."""
+    rows, words = logits.shape
+    segments = FeaturePlan(words).count
+    pairs = torch.empty(rows, segments, 2, dtype=torch.float32, device=logits.device)
+    sizes = {"N": words, "SEGMENTS": segments, "warps": 1}
+    grid = (-(-rows // ROWS), segments)
+    run(sum_segments, grid, logits, pairs, rows, scale, ROWS=ROWS, **sizes)
+    given = logits, targets, pairs, found, stats, rows, scale
+    run(choose_words, (-(-rows // MERGED_ROWS),), *given, ROWS=MERGED_ROWS, **sizes)
+
+
 def spread_of(
     hidden: Tensor,
     weight: Tensor,
@@ -185,8 +235,7 @@ def triton_linear_logprob(
         if softcap:
             size = logits.numel()
             run(cap_logits, (-(-size // BLOCK),), logits, size, softcap, BLOCK=BLOCK, warps=WARPS)
-        rows, grid, how = row_launch("linear_logprob", logits)
-        run(choose_words, grid, logits, targets[part], found[part], stats[part], rows, scale, **how)
+        choose(logits, targets[part], scale, found[part], stats[part])
     return found, stats
 
 

@@ -1,7 +1,8 @@
 """The Triton executor of RMSNorm.
 
 x, y, grad and dx are [M, N], contiguous. A program computes ROWS rows. Each tile is [ROWS, SEGMENTS * 16]: one column
-per lane, the lanes of a segment side by side, so that one tree merges lanes and then segments.
+per lane, the lanes of a segment side by side, so that one tree merges lanes and then segments. Weights are loaded for
+each row: as a tile of one row they would have a different layout, and each load would need barriers.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ def normalise_rows(
     lane = column % 16
     first = (column // 16) * LENGTH + lane
     x += row * N + first
+    weight = tl.broadcast_to(weight + first, (ROWS, SEGMENTS * 16))
     total = tl.zeros((ROWS, SEGMENTS * 16), tl.float32)
     for at in range(0, LENGTH // 16 * 16, 16):
         value = tl.load(x + at, mask=row < m, other=0.0).to(tl.float32)
@@ -53,7 +55,7 @@ def normalise_rows(
     for at in range(0, LENGTH, 16):
         inside = (row < m) & (at + lane < LENGTH)
         value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-        factor = tl.load(weight + first + at, mask=at + lane < LENGTH, other=0.0).to(tl.float32)
+        factor = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
         result = round_once((value * scale) * factor, y.dtype.element_ty)
         tl.store(y + row * N + first + at, result, mask=inside)
 
@@ -77,6 +79,7 @@ def differentiate_rows(
     lane = column % 16
     first = (column // 16) * LENGTH + lane
     x += row * N + first
+    weight = tl.broadcast_to(weight + first, (ROWS, SEGMENTS * 16))
     grad += row * N + first
     scale = tl.load(scales + row, mask=row < m, other=0.0)  # [ROWS, 1]
     total = tl.zeros((ROWS, SEGMENTS * 16), tl.float32)
@@ -84,7 +87,7 @@ def differentiate_rows(
         known = at + lane < LENGTH
         inside = (row < m) & known
         normal = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * scale
-        factor = tl.load(weight + first + at, mask=known, other=0.0).to(tl.float32)
+        factor = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
         weighted = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32) * factor
         total = tl.where(known, total + weighted * normal, total)
     share = tl.div_rn(merge_columns(total, ROWS, SEGMENTS * 16), N * 1.0)  # [ROWS, 1]
@@ -92,7 +95,7 @@ def differentiate_rows(
         known = at + lane < LENGTH
         inside = (row < m) & known
         normal = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * scale
-        factor = tl.load(weight + first + at, mask=known, other=0.0).to(tl.float32)
+        factor = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
         weighted = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32) * factor
         result = round_once((weighted - normal * share) * scale, dx.dtype.element_ty)
         tl.store(dx + row * N + first + at, result, mask=inside)
