@@ -13,6 +13,7 @@ from isobit.errors import ArgumentError, UnsupportedError
 from isobit.foundation.machine import keeping_subnormals
 from isobit.ops.adamw import step as steps
 from isobit.ops.adamw.portable import Numbers, numbers_of
+from isobit.ops.device_tables import refuse_in_capture
 from isobit.ops.exact_sum.op import exact_state_anywhere, round_state
 from isobit.ops.gpu.executors import is_asked_for
 from isobit.ops.share import refuse_unfinished
@@ -156,7 +157,8 @@ class AdamW(torch.optim.AdamW):
 
         Raises:
             ArgumentError: If a loaded state dict has set fused, or has other shapes or dtypes than the parameters.
-            UnsupportedError: If an option is not supported on a GPU, or a gradient is sharded unlike its parameter.
+            UnsupportedError: If an option is not supported on a GPU, a gradient is sharded unlike its parameter, or a
+                CUDA graph is being captured, which would repeat one number of the step.
         """
         for group in self.param_groups:
             refuse_fused(group["fused"])
@@ -166,6 +168,7 @@ class AdamW(torch.optim.AdamW):
                 loss = closure()
         for group in self.param_groups:
             refuse_without_kernel(group)
+        refuse_in_capture("optim.AdamW.step, whose number of the step is on the host")
         with torch.no_grad():
             take_step(self, self._factor)
         return loss

@@ -26,7 +26,7 @@ from isobit.order.engines import ENGINE_OF_TARGET
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 MODEL = Model("wide", 2048, 4096, 4, 2, 128, 2048)
 # What kernels are compiled for besides their form.
-SIZES = {"N", "K", "SEGMENTS", "LEVELS", "KEY_HEADS", "GROUP", "HAS_BIAS", "WIDTH", "COUNT"}
+SIZES = {"N", "K", "SEGMENTS", "LEVELS", "KEY_HEADS", "GROUP", "HAS_BIAS", "WIDTH", "COUNT", "SIZE"}
 
 
 def form(launch):
@@ -165,6 +165,22 @@ def test_gradients_of_parameters_in_16_bits(monkeypatch, spoiled, kernel, argume
     monkeypatch.setattr(shipped_forms, "PRODUCT_FORMS", ())
     spoiled(kernel, argument)
     assert differs("linear") == (name and f"the gradient of linear's {name}")
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_both_forms_of_a_weight_gradient_are_compared(monkeypatch, split):
+    """One of a small weight, whose samples are split over programs, and one of a large one."""
+    real = executor.sum_weight_grad
+
+    def wrong(*given, enough=None, **named):
+        dw = real(*given, enough=enough, **named)
+        if (enough is None) == split:
+            dw.view(-1)[-1] += 1000
+        return dw
+
+    monkeypatch.setattr(shipped_forms, "PRODUCT_FORMS", ())
+    monkeypatch.setattr(executor, "sum_weight_grad", wrong)
+    assert differs("linear") == "the gradient of linear's weight"
 
 
 @pytest.mark.full

@@ -14,6 +14,9 @@ from isobit.errors import UnsupportedError
 from isobit.ops.attesting import wide_values
 
 pytest.importorskip("triton")
+import triton
+import triton.language as tl
+
 from isobit.certifying import executing
 from isobit.certifying.running.backends import compiler_for
 from isobit.ops.gpu.executors import prepare
@@ -139,6 +142,37 @@ def test_other_segments_of_samples_are_caught(monkeypatch):
     names, bits = count_differences(y, found, Plan(inputs, "tc24x8")(weight_grad(samples)))
     assert names == 256
     assert bits > 0
+
+
+@triton.jit(do_not_specialize=["parts"])
+def merge_from_the_left(
+    sums: tl.tensor, dw: tl.tensor, parts: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr
+) -> None:
+    """Add the parts from left to right."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.load(sums + at, mask=at < SIZE)
+    for part in range(1, parts):
+        total = total + tl.load(sums + part * SIZE + at, mask=at < SIZE)
+    tl.store(dw + at, total.to(dw.dtype.element_ty), mask=at < SIZE)
+
+
+@pytest.mark.parametrize("programs", [0, 2, 8])
+def test_small_and_large_weights_are_the_same_expression(monkeypatch, programs):
+    """The samples of a small weight's gradient are split over up to `programs` programs."""
+    samples = isobit.Samples.packed([3, 260, 0, 1, 2, 4, 1, 5])
+    inputs = {"grad": draw(276, 18, dtype=F32, seed=8), "x": draw(276, 21, dtype=F32, seed=9)}
+
+    def sum_tokens(grad, x):
+        return torch.ops.isobit.triton_linear_weight_grad(grad, x, torch.tensor(samples.spans), 0)
+
+    want = weight_grad(samples)
+    monkeypatch.setattr(executor, "ENOUGH", programs)
+    check("sm_90", inputs, sum_tokens, want)
+    if programs == 8:  # Wrong: not the tree.
+        monkeypatch.setattr(executor, "merge_parts", merge_from_the_left)
+        y, found, _ = run_named("sm_90", inputs, sum_tokens)
+        names, bits = count_differences(y, found, Plan(inputs, "tc25x16")(want))
+        assert (names, bits > 0) == (18 * 21, True)
 
 
 def test_binaries_do_not_grow_with_rows_or_samples():

@@ -167,6 +167,98 @@ def test_the_gradient_of_an_embedding_and_a_cache_are_refused_in_a_capture(card)
         cache.attend(rows[:1], [sequence])
 
 
+def delta(samples=None, state=None, grad=True):
+    """Call the delta rule behind its convolution, and both backward."""
+    x, taps = torch.zeros(2, 70, 32), torch.zeros(32, 1, 4)
+    gates = torch.zeros(2, 70, 2)
+    for tensor in (x, taps, gates):
+        tensor.requires_grad_(grad)
+    y = isobit.causal_conv(x, taps, samples=samples).unflatten(-1, (2, 16))
+    y = isobit.delta_rule(y, y, y, gates, gates, samples=samples, state=state)
+    if grad:
+        torch.autograd.grad(y, (x, taps, gates), torch.zeros_like(y))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_delta_rule_is_captured(card, monkeypatch, packed):
+    # On a GPU its executor asserts that decays are no growth.
+    monkeypatch.setattr("isobit.ops.delta_rule.op.refuse_growth", lambda g: None)
+    samples = isobit.Samples.packed([66, 1, 73]) if packed else None
+    with card(), pytest.raises(isobit.UnsupportedError, match="once before it is captured"):
+        delta(samples)
+    delta(samples)
+    card.waits.clear()
+    delta(samples)
+    assert not card.waits
+    with card():
+        delta(samples)
+    # Wrong: a table that is made at every call.
+    monkeypatch.setattr("isobit.ops.delta_rule.triton.kept", lambda key, device, make: make())
+    with card(), pytest.raises(isobit.UnsupportedError, match="changes at every call"):
+        delta(samples)
+
+
+def test_the_state_of_the_delta_rule_is_refused_in_a_capture(card, monkeypatch):
+    """A graph would read the rows of the state that were open when it was captured."""
+    monkeypatch.setattr("isobit.ops.delta_rule.op.refuse_growth", lambda g: None)
+    state, samples = isobit.DeltaState(3, 2, 2, 16, 16), isobit.Samples.packed([66, 1, 73])
+    delta(samples, state, grad=False)
+    card.waits.clear()
+    delta(samples, state, grad=False)
+    assert not set(card.waits) - {"tensor"}  # tables are copied; the host does not wait for them
+    with card(), pytest.raises(isobit.UnsupportedError, match=r"isobit\.delta_rule: .*\n.*state="):
+        delta(samples, state, grad=False)
+    with card(), pytest.raises(isobit.UnsupportedError, match=r"DeltaState\.select"):
+        state.select(torch.tensor([0]))
+
+
+def test_a_mixture_of_experts_waits_once(card):
+    """For the number of rows of each expert, which all layers and gradients of these routes share."""
+    x, weight, logits = (
+        torch.zeros(size, dtype=BF16, requires_grad=True) for size in ((9, 16), (4, 8, 16), (9, 4))
+    )
+    samples = isobit.Samples.packed([5, 0, 4])
+
+    def step():
+        routes = isobit.route(logits, 2, samples=samples)
+        rows = isobit.dispatch_rows(x, routes)
+        y = [isobit.grouped_linear(rows, weight, routes=routes) for _ in range(2)]
+        out = isobit.combine(y[0] + y[1], routes)
+        return torch.autograd.grad(out, (x, weight, logits), torch.zeros_like(out))
+
+    step()
+    card.waits.clear()
+    step()
+    assert card.waits["cpu"] == 1
+    # Of numbers that are on the host already.
+    assert not set(card.waits) - {"cpu", "tolist"}, card.waits
+    with card(), pytest.raises(isobit.UnsupportedError, match=r"isobit\.route: .*\n.*each expert"):
+        step()
+    ids = torch.tensor([[0, 1]])
+    with card(), pytest.raises(isobit.UnsupportedError, match=r"Routes\.chosen, whose"):
+        isobit.Routes.chosen(ids, torch.zeros(1, 2), total=4)
+
+
+def test_an_exact_sum_is_captured_and_a_norm_is_not(card):
+    x = torch.zeros(3000, requires_grad=True)
+    isobit.exact_sum(x)
+    card.waits.clear()
+    with card():
+        isobit.exact_sum(x).backward()
+    assert not card.waits
+    p = torch.nn.Parameter(torch.zeros(9))
+    p.grad = torch.zeros(9)
+    optimizer = isobit.optim.AdamW([p])
+    calls = {
+        r"isobit\.optim\.get_total_norm: ": lambda: isobit.optim.get_total_norm([p]),
+        r"isobit\.optim\.clip_grad_norm_: ": lambda: isobit.optim.clip_grad_norm_([p], 1.0),
+        r"optim\.AdamW\.step, whose number": optimizer.step,
+    }
+    for name, call in calls.items():
+        with card(), pytest.raises(isobit.UnsupportedError, match=name):
+            call()
+
+
 def test_a_stock_read_is_seen(card):
     """The stand-in raises on what it should: a table that isobit did not make."""
     spans = torch.zeros(1, 2, dtype=torch.int64)

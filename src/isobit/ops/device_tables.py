@@ -89,12 +89,25 @@ def refuse_capture(what: str) -> None:
     )
 
 
+def refuse_in_capture(what: str) -> None:
+    """Raise while a CUDA graph is captured: it would replay what the host read or counted in the capture.
+
+    Raises:
+        UnsupportedError: If a graph is being captured.
+    """
+    if is_capturing():
+        raise UnsupportedError(
+            expected="calls in a CUDA graph that depend on no number that the host reads or counts at every call",
+            received=f"{what}, inside a capture",
+            remedy="leave this call out of the graph: capture what comes before and after it, and call it in between",
+        )
+
+
 def copied(values: Sequence[Any], shape: tuple[int, ...], device: torch.device) -> Tensor:
     """Return int64 values on a device, without waiting for it; `values_of` knows them."""
     if torch.compiler.is_compiling():
         return torch.tensor(values, dtype=torch.int64, device=device).reshape(shape)
-    if is_capturing():
-        refuse_capture("a table that changes at every call, as of a KVCache")
+    refuse_in_capture("a table that changes at every call, as of a KVCache")
     if device.type == "cuda" and torch.cuda.is_available():
         held = torch.tensor(values, dtype=torch.int64, device="cpu").reshape(shape).pin_memory()
         table = held.to(device, non_blocking=True)

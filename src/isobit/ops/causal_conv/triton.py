@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from isobit.ops.device_tables import kept
 from isobit.ops.gpu.elementary import round_once
 from isobit.ops.gpu.executors import triton_operator
 from isobit.ops.gpu.launching import run, target_of
@@ -117,12 +118,16 @@ def convolve_grad(
 def rows_of_samples(x: Tensor, spans: Tensor | None) -> Tensor:
     """Return the table of a call, on the device of x."""
     samples = whole_samples(x, spans)
-    table = torch.zeros(samples.rows, 3, dtype=torch.int64, device="cpu")
-    for index, (start, length) in enumerate(samples.spans):
-        table[start : start + length] = torch.tensor(
-            (start, start + length, index), dtype=torch.int64, device="cpu"
-        )
-    return table.to(x.device)
+
+    def make() -> Tensor:
+        table = torch.zeros(samples.rows, 3, dtype=torch.int64, device="cpu")
+        for index, (start, length) in enumerate(samples.spans):
+            table[start : start + length] = torch.tensor(
+                (start, start + length, index), dtype=torch.int64, device="cpu"
+            )
+        return table.to(x.device)
+
+    return kept((rows_of_samples, samples.spans, samples.rows), x.device, make)
 
 
 def launch_elements(

@@ -11,6 +11,7 @@ from isobit.errors import ArgumentError, UnsupportedError
 from isobit.ops.arguments import WITH_GPU, check_tensors, refuse_shape
 from isobit.ops.delta_rule import gates, portable  # noqa: F401 (gates declares its operators)
 from isobit.ops.delta_rule.portable import CHUNK, Sizes, sizes_of, unpack
+from isobit.ops.device_tables import refuse_in_capture, values_of
 from isobit.ops.portable.samples import describe, whole_samples
 from isobit.ops.registration import declare, launch, portable_operator, register_operator
 from isobit.ops.share import accumulation_dtype
@@ -102,6 +103,7 @@ class DeltaState:
             A copy.
         """
         found = object.__new__(DeltaState)
+        refuse_in_capture("DeltaState.select, whose counts of tokens are on the host")
         chosen = rows.to("cpu", torch.int64)
         found.sizes = self.sizes
         found.packed = self.packed.index_select(0, chosen.to(self.packed.device))
@@ -141,7 +143,7 @@ def delta_rule(
 
     Raises:
         ArgumentError: If shapes, dtypes or devices do not fit together, or a value of g is positive.
-        UnsupportedError: If a gradient is needed of a call with a state.
+        UnsupportedError: If a gradient is needed of a call with a state, or such a call is captured by a CUDA graph.
 
     Example:
         >>> q, k, v = (torch.randn(2, 9, 2, 8) * 0.3 for _ in range(3))
@@ -160,11 +162,12 @@ def delta_rule(
     if state is None:
         return launch("delta_rule", sizes, *given, None, [])[0]  # type: ignore[no-any-return]
     check_state(state, given, count)
+    refuse_in_capture("delta_rule with state=, whose counts of tokens are on the host")
     if not v.shape[-3]:  # no rows: the state stays
         return torch.zeros_like(v)
     before = state.packed.to(v.device)  # it begins on the CPU
     o, state.packed = launch("delta_rule", sizes, *given, before, state.counts)
-    lengths = [v.shape[-3]] * count if spans is None else spans[:, 1].tolist()
+    lengths = [v.shape[-3]] * count if spans is None else [length for _, length in values_of(spans)]
     state.counts = [a + b for a, b in zip(state.counts, lengths, strict=True)]
     return o  # type: ignore[no-any-return]
 

@@ -18,6 +18,7 @@ from isobit.ops.delta_rule.triton_backward import (
     relate_gradients,
 )
 from isobit.ops.delta_rule.triton_chunks import advance_chunks, relate_rows
+from isobit.ops.device_tables import copied, kept
 from isobit.ops.gpu.executors import triton_operator
 from isobit.ops.gpu.launching import run
 from isobit.ops.portable.samples import whole_samples
@@ -43,9 +44,21 @@ class Chunks:
     @classmethod
     def of(cls, v: Tensor, spans: Tensor | None, counts: Sequence[int] | None) -> Chunks:
         """Return those of v [..., T, H, Dv]; counts are the tokens of each sample that its state has."""
+        samples = whole_samples(v.select(-2, 0), spans).spans
+        if counts is not None:  # which are others at every call
+            return cls.cut(samples, v.device, counts)
+        return kept((cls, samples), v.device, lambda: cls.cut(samples, v.device, None))
+
+    @classmethod
+    def cut(
+        cls,
+        samples: tuple[tuple[int, int], ...],
+        device: torch.device,
+        counts: Sequence[int] | None,
+    ) -> Chunks:
+        """Return the chunks of samples, (first row, number of rows) each."""
         rows: list[tuple[int, ...]] = []
         bounds = [0]
-        samples = whole_samples(v.select(-2, 0), spans).spans
         for index, (start, length) in enumerate(samples):
             known = 0 if counts is None else counts[index] % CHUNK
             end = start + length
@@ -56,8 +69,7 @@ class Chunks:
                 rows.append((start, known, known + count, index, int(start + count < end)))
                 start, known = start + count, 0
             bounds.append(len(rows))
-        table = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, 5)
-        return cls(table.to(v.device), torch.tensor(bounds, dtype=torch.int64, device=v.device))
+        return cls(copied(rows, (-1, 5), device), copied(bounds, (-1,), device))
 
     def __len__(self) -> int:
         """Return the number of chunks."""

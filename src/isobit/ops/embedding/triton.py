@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from isobit.ops.device_tables import is_capturing, kept, refuse_capture
+from isobit.ops.device_tables import is_capturing, kept, refuse_in_capture
 from isobit.ops.gpu.elementary import round_once
 from isobit.ops.gpu.executors import triton_operator
 from isobit.ops.gpu.launching import run
@@ -144,8 +144,7 @@ def triton_embedding_weight_grad(
     samples, width, device = whole_samples(grad, spans, of), grad.shape[-1], grad.device
     dtype = gradient_dtype(grad.dtype, len(samples.spans), samples.total)
     table = torch.zeros(vocabulary, width, dtype=dtype, device=device)
-    if is_capturing():
-        refuse_capture("the gradient of an embedding, whose sums depend on the ids")
+    refuse_in_capture("the gradient of an embedding, whose sums depend on the ids")
     tokens, leaf, segment = kept(
         (tokens_in_order, samples.spans, samples.total),
         device,

@@ -12,6 +12,7 @@ from isobit.errors import ArgumentError
 from isobit.foundation.machine import keeping_subnormals
 from isobit.ops import dispatch
 from isobit.ops.arguments import WITH_GPU, check_tensors
+from isobit.ops.device_tables import refuse_in_capture
 from isobit.ops.exact_sum import portable
 from isobit.ops.gpu import executors
 from isobit.ops.portable.sums import round_once
@@ -48,6 +49,7 @@ def exact_state_anywhere(tensors: Sequence[Tensor], squared: bool = False) -> Te
     on_gpu = [t for t in tensors if isinstance(t, Tensor) and executors.is_asked_for((t,))]
     if not on_gpu:
         return exact_state(tensors, squared)
+    refuse_in_capture("the exact sum of a norm, whose digits the host adds")
     others = [t for t in tensors if not any(t is known for known in on_gpu)]
     states = [exact_state(others, squared).tolist()] if others else []
     on_device: dict[torch.device, list[Tensor]] = {}

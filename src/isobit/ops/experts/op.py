@@ -9,6 +9,7 @@ from torch import Tensor
 
 from isobit.errors import ArgumentError
 from isobit.ops.arguments import WITH_GPU, check_tensors, refuse_shape
+from isobit.ops.device_tables import table_of
 from isobit.ops.experts import portable, rows  # noqa: F401 (the folder's operators are declared together)
 from isobit.ops.experts.routes import Routes
 from isobit.ops.portable.samples import as_samples, check_rows, whole_samples
@@ -58,6 +59,7 @@ def route(
 
     Raises:
         ArgumentError: If shapes do not fit together, or there are fewer than k experts to choose from.
+        UnsupportedError: If a CUDA graph is being captured, for the host reads how many rows each expert has.
 
     Example:
         >>> isobit.route(torch.tensor([[1.0, 2.0, 2.0, 0.0]]), 2).experts
@@ -75,11 +77,7 @@ def route(
         known = whole_samples(logits, None)
     check_rows(known, logits)
     flat = logits.reshape(-1, count)
-    spans = (
-        None
-        if samples is None
-        else torch.tensor(known.spans, dtype=torch.int64, device="cpu").reshape(-1, 2)
-    )
+    spans = None if samples is None else table_of(known.spans, (-1, 2), torch.device("cpu"))
     detached = None if bias is None else bias.detach()
     how = (k, score, normalize, float(scale), groups, top_groups)
     weights, experts = launch("route", rows_and_columns, flat, detached, spans, *how)

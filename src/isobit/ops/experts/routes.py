@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -10,8 +11,12 @@ from torch import Tensor
 from isobit.errors import ArgumentError
 from isobit.foundation import backends
 from isobit.ops import dispatch
+from isobit.ops.device_tables import refuse_in_capture, table_of
 from isobit.ops.portable.samples import as_samples, check_rows, whole_samples
 from isobit.order.samples import Samples
+
+READ = "whose number of rows of each expert the host reads"
+SPANS = "_isobit_expert_spans"
 
 
 class Routes(NamedTuple):
@@ -65,6 +70,7 @@ class Routes(NamedTuple):
 
         Raises:
             ArgumentError: If shapes do not fit, an expert does not exist or is named twice, or padding is routed.
+            UnsupportedError: If a CUDA graph is being captured.
 
         Example:
             >>> ids, weights = torch.tensor([[1, 0]]), torch.tensor([[0.75, 0.25]])
@@ -81,6 +87,7 @@ class Routes(NamedTuple):
         if known is None:
             known = whole_samples(experts, None)
         check_rows(known, experts)
+        refuse_in_capture(f"isobit.Routes.chosen, {READ}")
         flat = experts.reshape(-1, experts.shape[-1])
         check_experts(flat, total, known)
         return cls.planned(flat, weights.reshape(flat.shape), total, known)
@@ -91,16 +98,18 @@ class Routes(NamedTuple):
         if experts.is_cpu and backends.chosen() is None and dispatch.is_native(torch.float32):
             tokens, places, counts = torch.ops.isobit.plan_routes(experts, total)
             return cls(total, samples, experts, tokens, places, tuple(counts.tolist()), weights)
+        refuse_in_capture(f"isobit.route, {READ}")
         flat, slots = experts.reshape(-1), experts.shape[1]
-        order = flat.argsort(stable=True)
-        rows = torch.bincount(flat, minlength=total + 1)[:total].tolist()
-        order = order[: sum(rows)]
+        ordered, order = flat.sort(stable=True)
+        tokens = order // slots
+        bounds = bounds_of_spans(ordered * samples.rows + tokens, total, samples).cpu()
+        firsts = bounds[:, 0].tolist()
+        order, tokens = order[: firsts[total]], tokens[: firsts[total]]
+        setattr(tokens, SPANS, (samples, spans_between(bounds)))
         places = torch.full_like(flat, -1)
         places[order] = torch.arange(len(order), device=flat.device)
-        tokens = order // slots
-        return cls(
-            total, samples, experts, tokens, places.view(experts.shape), tuple(rows), weights
-        )
+        rows = tuple(stop - first for first, stop in pairwise(firsts))
+        return cls(total, samples, experts, tokens, places.view(experts.shape), rows, weights)
 
     @property
     def bounds(self) -> list[tuple[int, int]]:
@@ -115,18 +124,35 @@ class Routes(NamedTuple):
 def expert_spans(tokens: Tensor, rows: tuple[int, ...], samples: Samples) -> Tensor:
     """Return [E, samples, 2]: the first row of each sample among the rows of an expert, and the number of its rows.
 
-    It is on the CPU: the host waits for tokens that are on a GPU.
+    It is on the CPU. The host waits for tokens that are on a GPU, unless `Routes.planned` returned them.
     """
-    tokens = tokens.cpu()
+    known, spans = getattr(tokens, SPANS, (None, None))
+    if known is samples and spans is not None:
+        return spans  # type: ignore[no-any-return]
+    if not tokens.is_cpu:
+        refuse_in_capture(f"the gradient of grouped_linear, {READ}")
     owner = torch.repeat_interleave(
         torch.arange(len(rows), device="cpu"), torch.tensor(rows, device="cpu")
     )
-    keys = owner * samples.rows + tokens
-    spans = torch.tensor(samples.spans, dtype=torch.int64, device="cpu").reshape(-1, 2)
-    base = torch.arange(len(rows), device="cpu").unsqueeze(1) * samples.rows
-    first = torch.searchsorted(keys, base + spans[:, 0])
-    stop = torch.searchsorted(keys, base + spans[:, 0] + spans[:, 1])
-    before = torch.searchsorted(keys, base)
+    return spans_between(bounds_of_spans(owner * samples.rows + tokens.cpu(), len(rows), samples))
+
+
+def bounds_of_spans(keys: Tensor, total: int, samples: Samples) -> Tensor:
+    """Return [total + 1, 1 + 2 * samples] from sorted keys [R], expert * samples.rows + token, of rows.
+
+    For each expert, and for what is behind the last: its first row, then the first row of each sample that is not
+    before it, and of each that is behind it.
+    """
+    spans = table_of(samples.spans, (-1, 2), keys.device)
+    first = spans[:, 0]
+    places = torch.cat((first.new_zeros(1), first, first + spans[:, 1]))
+    base = torch.arange(total + 1, device=keys.device).unsqueeze(1) * samples.rows
+    return torch.searchsorted(keys, base + places)
+
+
+def spans_between(bounds: Tensor) -> Tensor:
+    """Return the spans of `expert_spans` from bounds."""
+    before, first, stop = bounds[:-1].split([1, *[bounds.shape[1] // 2] * 2], 1)
     return torch.stack((first - before, stop - first), -1)
 
 

@@ -4,7 +4,9 @@
 A program chooses the experts of one token: k times the largest score, and among equal ones the lowest id. Scores are
 compared as integers that have the order of the floats, with one zero and with NaN above +inf, as a stable sort of torch
 has it; maxima and minima of integers have no order. What is moved and not computed (sorts of ids, rows and slots) is
-done by torch's functions of integers. The number of rows of each expert is the one thing for which the host waits.
+done by torch's functions of integers. The number of rows of each expert, and of each sample among them, is the one
+thing for which the host waits: once per `Routes`, which all layers of experts with these routes share, and their
+gradients.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from isobit.ops.device_tables import kept, values_of
 from isobit.ops.embedding.triton import run_columns
 from isobit.ops.experts.portable import LEAST, segments_of
 from isobit.ops.gpu.elementary import round_once, sigmoid
@@ -256,10 +259,17 @@ def score_logits(logits: Tensor, score: str) -> Tensor:
 
 def is_padding(spans: Tensor | None, rows: int, device: torch.device) -> Tensor:
     """Return int8 [T], whether a row belongs to no sample."""
-    found = torch.full((rows,), int(spans is not None), dtype=torch.int8, device="cpu")
-    for start, length in () if spans is None else spans.tolist():
-        found[start : start + length] = 0
-    return found.to(device)
+    if spans is None:
+        return torch.zeros(rows, dtype=torch.int8, device=device)
+    known = tuple((start, length) for start, length in values_of(spans))
+
+    def make() -> Tensor:
+        found = torch.ones(rows, dtype=torch.int8, device="cpu")
+        for start, length in known:
+            found[start : start + length] = 0
+        return found.to(device)
+
+    return kept((is_padding, known, rows), device, make)
 
 
 def how_to_weigh(score: str, normalize: bool) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from isobit.ops.linear.triton_products import (
     linear_counter,
     linear_segments,
     linear_tile,
+    merge_parts,
     merge_segments,
     sum_leaf_rows,
     weight_grad,
@@ -37,6 +38,7 @@ IN_REGISTERS = 2  # segments whose partial sums a program keeps in registers
 SCRATCH = 1 << 26  # elements of the partial sums of one launch
 ADDRESSABLE = 1 << 31
 BLOCK = 64
+MERGED = 512  # elements of a program of merge_parts: each in one thread, which reads what it wrote
 MERGING = compiler_options(2)
 
 
@@ -143,11 +145,18 @@ def plan_product(
 
 
 def sum_weight_grad(
-    grad: Tensor, x: Tensor, samples: Samples, dtype: torch.dtype, out: Tensor | None = None
+    grad: Tensor,
+    x: Tensor,
+    samples: Samples,
+    dtype: torch.dtype,
+    out: Tensor | None = None,
+    *,
+    enough: int | None = None,
 ) -> Tensor:
     """Return dW [N, K], summed over the samples of grad [..., N] and x [..., K], rounded to dtype.
 
-    `out` is contiguous memory for it, of its shape and dtype.
+    `out` is contiguous memory for it, of its shape and dtype. A weight of at most half of `enough` tiles, by default
+    ENOUGH, has programs for parts of the segments, up to `enough` programs in all.
     """
     outputs, inputs = grad.shape[-1], x.shape[-1]
     dw = torch.empty((outputs, inputs), dtype=dtype, device=x.device) if out is None else out
@@ -158,15 +167,22 @@ def sum_weight_grad(
     tile = replace(tile, rows=min(tile.rows, at_least(outputs)))
     size = segment_size(samples.total)
     segments = len(samples.spans) // size
-    levels, tiles = segments.bit_length() - 1, count_tiles(outputs, inputs, tile)
+    tiles, most = count_tiles(outputs, inputs, tile), ENOUGH if enough is None else enough
+    # The size of the weight decides, so that another number of samples needs no other kernel.
+    splits = 0 < 2 * tiles <= most
+    parts = min(segments, 1 << (most // tiles).bit_length() - 1) if splits else 1
+    segments //= parts
+    levels = segments.bit_length() - 1
+    sums = partial_sums(x, parts, outputs, inputs) if splits else dw
     at_once = max(SCRATCH // (max(levels, 1) * tile.rows * tile.columns), 1)
-    scratch = partial_sums(x, min(at_once, tiles), max(levels, 1), tile.rows, tile.columns)
+    at_once = tiles if splits else at_once
+    scratch = partial_sums(x, parts * min(at_once, tiles), max(levels, 1), tile.rows, tile.columns)
     spans = table_of(samples.spans, (-1, 2), x.device)
-    given = grad.contiguous(), x.contiguous(), spans, dw, scratch
+    given = grad.contiguous(), x.contiguous(), spans, sums, scratch
     for first in range(0, tiles, at_once):
         run(
             weight_grad,
-            (min(at_once, tiles - first),),
+            (min(at_once, tiles - first), parts),
             *given,
             first,
             segments,
@@ -177,9 +193,13 @@ def sum_weight_grad(
             BLOCK_N=tile.rows,
             BLOCK_K=tile.columns,
             BLOCK_T=tile.depth,
+            SPLIT=splits,
             warps=tile.warps,
             stages=tile.stages,
         )
+    if splits:
+        grid = (-(-dw.numel() // MERGED),)
+        run(merge_parts, grid, sums, dw, parts, SIZE=dw.numel(), BLOCK=MERGED, warps=WARPS)
     return dw
 
 

@@ -314,17 +314,25 @@ def weight_grad(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    SPLIT: tl.constexpr,
 ) -> None:
     """Compute a tile of dw over `segments` segments of `size` samples, at least one each.
 
-    scratch is fp32 [programs, levels, BLOCK_N, BLOCK_K] with levels = log2(segments).
+    If SPLIT, program_id(1) is a part of that many segments, and dw fp32 [parts, N, K] has their sums, not rounded.
+    scratch is fp32 [parts, programs, levels, BLOCK_N, BLOCK_K] with levels = log2(segments).
     """
     TILE: tl.constexpr = BLOCK_N * BLOCK_K
     tile, across = first_tile + tl.program_id(0), tl.cdiv(K, BLOCK_K)
+    program = tl.program_id(0).to(tl.int64)
+    if SPLIT:
+        part = tl.program_id(1)
+        program += part.to(tl.int64) * tl.num_programs(0)
+        spans += 2 * part * segments * size
+        dw += part.to(tl.int64) * (N * K)
     rows = (tile // across) * BLOCK_N + tl.arange(0, BLOCK_N)
     columns = (tile % across) * BLOCK_K + tl.arange(0, BLOCK_K)
     own = tl.arange(0, BLOCK_N)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
-    own = scratch + tl.program_id(0).to(tl.int64) * levels * TILE + own
+    own = scratch + program * levels * TILE + own
     total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     for segment in range(segments):
         for sample in range(segment * size, (segment + 1) * size):
@@ -349,7 +357,28 @@ def weight_grad(
             tl.store(own + level * TILE, total)
     inside = (rows[:, None] < N) & (columns[None, :] < K)
     place = rows[:, None].to(tl.int64) * K + columns[None, :]
-    tl.store(dw + place, round_once(total, dw.dtype.element_ty), mask=inside)
+    if not SPLIT:
+        total = round_once(total, dw.dtype.element_ty)
+    tl.store(dw + place, total, mask=inside)
+
+
+@triton.jit(do_not_specialize=["parts"])
+def merge_parts(
+    sums: tl.tensor, dw: tl.tensor, parts: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr
+) -> None:
+    """Store dw [SIZE], the balanced tree over sums fp32 [parts, SIZE], which are overwritten; a power of two parts."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < SIZE
+    apart = 1
+    while apart < parts:
+        for first in range(0, parts, 2 * apart):
+            place = sums + first * SIZE + at
+            total = tl.load(place, mask=inside) + tl.load(place + apart * SIZE, mask=inside)
+            tl.store(place, total, mask=inside)
+        tl.debug_barrier()  # other warps may have stored what this one loads
+        apart *= 2
+    total = tl.load(sums + at, mask=inside)
+    tl.store(dw + at, round_once(total, dw.dtype.element_ty), mask=inside)
 
 
 @triton.jit

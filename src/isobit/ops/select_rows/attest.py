@@ -8,12 +8,9 @@ from isobit import bits
 from isobit.ops.attesting import Call, wide_values
 from isobit.ops.select_rows import portable
 
-# (shape of x, chosen rows): first and last row out of order; none; all of them backwards.
-CASES = (
-    ((2, 9, 33), (17, 0, 4)),
-    ((5, 1), ()),
-    ((20, 600), tuple(reversed(range(20)))),
-)
+# (shape of x, chosen rows): first and last row out of order, each several blocks of columns and a tail. A GPU compiles
+# a kernel for each number of rows and columns, so there is one case; no row is a call that launches nothing.
+CASES = (((2, 9, 133), (17, 0, 4)),)
 
 
 def difference(dtype: torch.dtype, call: Call | None = None) -> str | None:
