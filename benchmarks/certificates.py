@@ -105,8 +105,8 @@ def judge(function, rows):
         verdict = {"code": 2, "kept": False, "raised": True, "why": said}
     else:
         (target,) = found.targets
-        left = [str(one) for one in (*found.unsettled, *found.unjudged)]
-        left += [one.reason for one in (*target.broken, *target.refused)]
+        left = [one.reason for one in (*target.broken, *target.refused)]
+        left += [str(one) for one in (*found.unsettled, *found.unjudged)]
         verdict = {
             "code": found.exit_code,
             "kept": found.kept,

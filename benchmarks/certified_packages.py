@@ -31,6 +31,15 @@ BARE = (
 )
 
 
+COS, SIN = torch.randn(1 << 17, 64), torch.randn(1 << 17, 64)
+
+
+def rotate(function, cos, sin, rows):
+    """Call a rotary embedding of one sample, with a row per token, as a model of transformers does."""
+    q, k = torch.randn(1, rows, 4, 64).transpose(1, 2), torch.randn(1, rows, 2, 64).transpose(1, 2)
+    return function(q, k, cos[..., :rows, :], sin[..., :rows, :])
+
+
 def draw(rows, columns=256, **given):
     return torch.randn(rows, columns, **given)
 
@@ -75,14 +84,9 @@ def liger_kernels():
     # At 256 columns or fewer, Liger's rms_norm is another kernel from 32,768 rows on.
     wide, heads, one, three = torch.randn(512), weight[:128].clone(), torch.ones(1), torch.ones(3)
     targets = torch.randint(0, 256, (1 << 17,))
-    angles = torch.randn(1, 1, 64)
 
     def losses(rows):
         return liger.liger_cross_entropy(draw(rows), targets[:rows].clone(), reduction="none")
-
-    def rope(rows):
-        q, k = torch.randn(rows, 4, 1, 64), torch.randn(rows, 2, 1, 64)
-        return liger.liger_rope(q, k, angles.cos(), angles.sin())
 
     def add_norm(rows):
         return liger.liger_fused_add_rms_norm(draw(rows), draw(rows), weight, 1e-6)
@@ -103,7 +107,7 @@ def liger_kernels():
         ),
         ("Liger: poly_norm", lambda rows: liger.liger_poly_norm(draw(rows), three, one)),
         ("Liger: fused_add_rms_norm", add_norm),
-        ("Liger: rope", rope),
+        ("Liger: rope", lambda rows: rotate(liger.liger_rope, COS[None], SIN[None], rows)),
         ("Liger: cross_entropy", losses),
     ]
 
@@ -156,11 +160,6 @@ def unsloth_kernels():
     rms = torch.nn.RMSNorm(256, eps=1e-6)
     layer = torch.nn.LayerNorm(256)
     targets = torch.randint(0, 256, (1 << 17,))
-    angles = torch.randn(1, 64)
-
-    def rope(rows):
-        q, k = torch.randn(rows, 4, 1, 64), torch.randn(rows, 2, 1, 64)
-        return fast_rope_embedding(q, k, angles.cos(), angles.sin())
 
     def losses(rows):
         return Fast_CrossEntropyLoss.apply(draw(rows), targets[:rows].clone())
@@ -175,7 +174,7 @@ def unsloth_kernels():
         ("unsloth: swiglu", lambda rows: heads(rows, swiglu.swiglu_fg_kernel)),
         ("unsloth: geglu, exact", lambda rows: heads(rows, geglu.geglu_exact_forward_kernel)),
         ("unsloth: geglu, approx", lambda rows: heads(rows, geglu.geglu_approx_forward_kernel)),
-        ("unsloth: rope", rope),
+        ("unsloth: rope", lambda rows: rotate(fast_rope_embedding, COS, SIN, rows)),
         ("unsloth: cross_entropy", losses),
     ]
 
