@@ -169,7 +169,7 @@ def show_thresholds(console, quick):
             continue
         # Compilers write count > 5000 as count >= 5001.
         passed = [f"a number of the launch passes {number:,} " for number in (rows, rows + 1)]
-        said = [one for one in found["left"] if any(each in one for each in passed)]
+        said = [one for one in found.get("left", ()) if any(each in one for each in passed)]
         good = bool(said) or found["code"] == 1
         named, silent = named + good, silent + (not good)
         seconds = f"{found['seconds']:.1f}"
