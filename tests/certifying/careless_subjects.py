@@ -136,6 +136,8 @@ def asks_the_card(rows):
     assert x.is_cuda
     assert torch.cuda.get_device_capability(x.device) == (8, 0)
     assert torch.cuda.get_device_properties("cuda").multi_processor_count == 108
+    # A CPU build of torch does not have this question.
+    assert torch._C._cuda_getCurrentRawStream(torch.cuda.current_device()) == 0
     out = torch.empty(x.shape, device=torch.device("cuda", 0))
     with torch.cuda.device(x.device):
         norm_kernel[(rows,)](x, out, rows, WIDTH)

@@ -116,5 +116,6 @@ def standing_in(target: str) -> Iterator[None]:
         "device_of": NoDevice,
         "stream": NoDevice,
     }
-    with mock.patch.multiple(torch.cuda, **answers), OnTheCPU():
+    raw = mock.patch.object(torch._C, "_cuda_getCurrentRawStream", create=True, return_value=0)
+    with mock.patch.multiple(torch.cuda, **answers), raw, OnTheCPU():
         yield
