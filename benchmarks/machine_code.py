@@ -65,7 +65,8 @@ def record(target, operators=OPERATORS):
     found = {}
     for kernel, call in attested_calls(target, operators):
         made = compiler_for(target).compile(kernel, call)
-        codes = {sass.disassemble(sass.assemble(made.ptx, target)) for _ in range(2)}
+        cubins = {sass.assemble(made.ptx, target) for _ in range(2)}
+        codes = {sass.disassemble(cubin) for cubin in cubins}
         changes = len(codes) > 1 or any(sass.count(code, ("UTCHMMA",)) for code in codes)
         shown = "left out" if changes else sass.digest_of(codes.pop())
         if not changes:

@@ -2,11 +2,12 @@
 
 Usage:
     python packaging/torch_matrix.py dist/isobit-*.whl [--versions 2.13.0 2.14.1 2.15.0] [--pythons python3.13 …]
-                                     [--page FILE]
+                                     [--venvs FOLDER] [--page FILE]
 
 This Python runs all versions of torch, and the other Pythons the first of them. Makes a venv for each in a temporary
-folder and removes it afterwards. A torch with CUDA takes 5.5 GB and a minute or more. `--page` writes the table as
-Markdown, with the commit, the date and the machine. Exits with 1 if a version fails.
+folder and removes it afterwards. A torch with CUDA takes 5.5 GB and minutes. `--venvs` keeps them in a folder, named by
+the versions of Python and torch; one that is there already gets only the wheel. `--page` writes the table as Markdown,
+with the commit, the date and the machine. Exits with 1 if a version fails.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import sys
 import tempfile
 import time
 import zipfile
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,26 +58,57 @@ def run(*words: object, cwd: Path, env: dict[str, str]) -> subprocess.CompletedP
     )
 
 
-def try_version(version: str, interpreter: str, wheel: Path, folder: Path) -> Row:
-    """Install torch and the wheel in a venv, then run the doctor and the golden tests with them."""
-    row, start = Row(version, Path(interpreter).name), time.monotonic()
-    if shutil.disk_usage(folder).free < SPACE:
-        row.executor = f"not run: less than {SPACE / 1e9:.0f} GB free"
-        return row
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    python = folder / "venv" / "bin" / "python"
+def installed(version: str, interpreter: str, venvs: Path, env: dict[str, str]) -> Path | str:
+    """Return the Python of a venv with a version of torch, made if it is not there, or why there is none."""
+    asked = run(
+        interpreter, "-c", "import platform as p; print(p.python_version())", cwd=venvs, env=env
+    )
+    folder = venvs / f"python{asked.stdout.strip()}-torch{version}"
+    python = folder / "bin" / "python"
+    if python.exists():  # this fails if the installation was interrupted
+        asking = (
+            f"from importlib.metadata import version as v; print(*map(v, {('torch', *BESIDE)}))"
+        )
+        found = run(python, "-c", asking, cwd=venvs, env=env).stdout.split(" ")[0]
+        if version in (found, found.split("+")[0]):
+            return python
+    if shutil.disk_usage(venvs).free < SPACE:
+        return f"less than {SPACE / 1e9:.0f} GB free"
+    print(f"{folder.name}: installing, minutes", flush=True)
     for words in (
-        (interpreter, "-m", "venv", folder / "venv"),
+        (interpreter, "-m", "venv", "--clear", folder),
         (python, "-m", "pip", "install", "-q", f"torch=={version}", *BESIDE),
-        (python, "-m", "pip", "install", "-q", "--no-deps", wheel),
     ):
-        done = run(*words, cwd=folder, env=environment)
+        done = run(*words, cwd=venvs, env=env)
         if done.returncode != 0:
-            row.executor = f"not run: {(done.stderr.strip().splitlines() or ['no output'])[-1]}"
-            return row
-    doctor = run(python.with_name("isobit"), "doctor", "--json", cwd=folder, env=environment)
+            return last_line(done.stderr)
+    return python
+
+
+def last_line(text: str) -> str:
+    """Return the last line that a command printed."""
+    return (text.strip().splitlines() or ["no output"])[-1]
+
+
+def try_version(version: str, interpreter: str, wheel: Path, venvs: Path) -> Row:
+    """Install the wheel in a venv with a version of torch, then run the doctor and the golden tests with them."""
+    row, start = Row(version, Path(interpreter).name), time.monotonic()
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    try:
+        python = installed(version, interpreter, venvs, environment)
+    except OSError as error:  # no such interpreter
+        python = str(error)
+    if isinstance(python, str):
+        row.executor = f"not run: {python}"
+        return row
+    install = (python, "-m", "pip", "install", "-q", "--no-deps", "--force-reinstall", wheel)
+    done = run(*install, cwd=venvs, env=environment)
+    if done.returncode != 0:
+        row.executor = f"not run: {last_line(done.stderr)}"
+        return row
+    doctor = run(python.with_name("isobit"), "doctor", "--json", cwd=venvs, env=environment)
     if not doctor.stdout.startswith("{"):
-        row.executor = f"doctor failed: {(doctor.stderr.strip().splitlines() or ['no output'])[-1]}"
+        row.executor = f"doctor failed: {last_line(doctor.stderr)}"
         return row
     record = json.loads(doctor.stdout)
     row.torch, row.executor = record["machine"]["torch"], record["executor"]
@@ -101,7 +134,7 @@ def page(rows: list[Row], wheel: Path, machine: str) -> str:
         "executor",
         "orders attested",
         "tests/golden",
-        "time with installing",
+        "time",
     )
     table = [names, ["---"] * len(names), *(row.cells() for row in rows)]
     return "\n".join(
@@ -141,15 +174,19 @@ def main() -> int:
     parser.add_argument("wheel", type=Path)
     parser.add_argument("--versions", nargs="+", default=VERSIONS)
     parser.add_argument("--pythons", nargs="+", default=[], help="programs such as python3.13")
+    parser.add_argument("--venvs", type=Path, help="keep the venvs in this folder")
     parser.add_argument("--page", type=Path)
     options = parser.parse_args()
+    if options.venvs:
+        options.venvs.mkdir(parents=True, exist_ok=True)
     wheel, rows = options.wheel.resolve(), []
     trials = [(version, sys.executable) for version in options.versions]
     trials += [(options.versions[0], name) for name in options.pythons]
     for version, name in trials:
-        print(f"torch {version}, {Path(name).name}: installing, about a minute", flush=True)
-        with tempfile.TemporaryDirectory() as folder:
-            rows.append(try_version(version, name, wheel, Path(folder)))
+        print(f"torch {version}, {Path(name).name}", flush=True)
+        with ExitStack() as stack:
+            folder = options.venvs or stack.enter_context(tempfile.TemporaryDirectory())
+            rows.append(try_version(version, name, wheel, Path(folder).resolve()))
         print(" | ".join(rows[-1].cells()), flush=True)
         if options.page:  # after each row, so that an interrupted run leaves what it found
             options.page.parent.mkdir(parents=True, exist_ok=True)

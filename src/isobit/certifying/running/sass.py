@@ -2,8 +2,12 @@
 
 [Note: what ptxas may change]
 Certificates and comparisons in the PTX machine are about PTX. ptxas could still fuse a product and a sum, which rounds
-once instead of twice. Triton calls it with --fmad=false, and the machine code shows whether it obeys: apart from
-divisions and square roots, which are sequences of FFMA in machine code, a kernel has FFMA only if its PTX has fma.
+once instead of twice. Triton calls it with --fmad=false, and the machine code shows whether it obeys. An FFMA there has
+one of three origins: an fma of the PTX; a division or a square root, which are sequences with FFMA; or a product and a
+sum that ptxas fused. To tell them apart, the fma of the PTX are marked: they get another rounding (.rz), which machine
+code shows (FFMA.RZ) and which ptxas has no reason to give to an FFMA of its own. What is then left without a mark must
+be exactly as many as the divisions and roots have. The code without the marks must be that of the PTX, instruction for
+instruction, so that what is shown of the marked text holds for the code that runs.
 """
 
 from __future__ import annotations
@@ -19,13 +23,14 @@ from blake3 import blake3
 from isobit.errors import EngineError, UnsupportedError
 
 INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)([^;]*);")
-FUSED = ("FFMA", "FFMA2", "DFMA")  # HFMA2 with zeros is how constants are moved
 MATRIX = ("HMMA", "HGMMA", "UTCHMMA", "QGMMA", "IMMA")
-# Instructions of PTX that are sequences with FFMA in machine code, and something of the same shape that is not.
-DIVISIONS = (
-    (re.compile(r"\bdiv\.(?:rn|full)\.f32\b"), "mul.rn.f32"),
-    (re.compile(r"\bsqrt\.rn\.f32\b"), "neg.f32"),
-)
+MARKED = re.compile(r"\bfma\.rn(?=\.(?:ftz\.|sat\.)*(?:f32|f32x2|f64)\b)")
+MARK = re.compile(r"^((?:FFMA2?|DFMA)\b\S*)\.RZ\b", re.MULTILINE)
+ROUNDED = re.compile(r"^(?:FFMA2?|DFMA)\b(?!\S*\.R[MPZ]\b)", re.MULTILINE)  # to nearest
+SUBROUTINE = "\n$__internal_"  # the label of ptxas' own subroutines, which follow a kernel
+# FFMA to nearest in ptxas' sequence for a division and a square root in fp32, by the subroutine that it calls if an
+# operand is subnormal or huge.
+SEQUENCES = {"div_rn_noftz_f32_slowpath": 5, "sqrt_rn_f32_slowpath": 2}
 TIMEOUT = 300  # seconds of one call of a tool
 
 
@@ -62,10 +67,19 @@ def assemble(ptx: str, target: str) -> bytes:
 
 def disassemble(cubin: bytes) -> str:
     """Return the instructions of a cubin, one per line, without addresses and debug information."""
+    return instructions(listing(cubin))
+
+
+def listing(cubin: bytes) -> str:
+    """Return what nvdisasm prints of a cubin's code: instructions, addresses, and labels."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
-        said = run([tool("nvdisasm"), "-c", str(path)])
+        return run([tool("nvdisasm"), "-c", "-ndf", str(path)])
+
+
+def instructions(said: str) -> str:
+    """Return the instructions of a listing, one per line, without addresses, labels and predicates."""
     found = [f"{name}{rest}".strip() for name, rest in INSTRUCTION.findall(said)]
     if not found:
         raise UnsupportedError(
@@ -99,13 +113,21 @@ def count(sass: str, kinds: tuple[str, ...]) -> int:
     return sum(names[kind] for kind in kinds)
 
 
-def fuses(ptx: str, target: str) -> bool:
-    """Return whether ptxas fuses a product and a sum that a PTX text has apart."""
-    if re.search(r"\bfma\.", ptx):  # written as fused
-        return False
-    for pattern, other in DIVISIONS:
-        ptx = pattern.sub(other, ptx)
-    return count(disassemble(assemble(ptx, target)), FUSED) > 0
+def fuses(ptx: str, target: str, said: str) -> bool:
+    """Return whether machine code has a fused product and sum that its PTX has apart.
+
+    Args:
+        ptx: The PTX text of a kernel.
+        target: The GPU, such as "sm_90".
+        said: The listing of its machine code.
+    """
+    marked = MARKED.sub("fma.rz", ptx)
+    other = said if marked == ptx else listing(assemble(marked, target))
+    if MARK.sub(r"\1", instructions(other)) != MARK.sub(r"\1", instructions(said)):
+        return True
+    code = instructions(other.split(SUBROUTINE)[0])
+    calls = re.findall(r"^CALL\S* `\(\$__internal_\d+_\$__cuda_sm\w+?_(\w+)\)$", code, re.MULTILINE)
+    return len(ROUNDED.findall(code)) != sum(SEQUENCES.get(name, 0) for name in calls)
 
 
 def count_products(ptx: str) -> int:
