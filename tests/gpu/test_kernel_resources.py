@@ -1,5 +1,7 @@
 """Registers, spills and shared memory are read from compiled code: default tiles do not spill, others are seen to."""
 
+import re
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -14,7 +16,9 @@ import isobit
 from benchmarks import kernel_resources
 from benchmarks.kernel_launches import Recording, empty
 from benchmarks.kernel_resources import measure, read_assembly
+from isobit.certifying.running.backends import compiler_for
 from isobit.foundation import backends
+from isobit.library.on_gpu.twins import source
 from isobit.ops.gpu.executors import prepare
 from isobit.ops.gpu.launching import run
 from isobit.ops.linear import tiles
@@ -115,3 +119,52 @@ def test_a_second_pair_would_be_spilled(target, monkeypatch):
     given = [empty(n, 4096, dtype=BF16).detach() for n in (512, 4096)]
     launch = launch_of(target, torch.ops.isobit.triton_linear_input_grad, *given)
     assert measure(launch, target).spills > 0
+
+
+def loops_of(launch):
+    """Return the instructions of each innermost loop of a launch's PTX for sm_90."""
+    lines = compiler_for("sm_90").compile(launch.kernel, launch.call).ptx.splitlines()
+    labels = {
+        line.partition(":")[0]: at for at, line in enumerate(lines) if line.startswith("$L__BB")
+    }
+    branches = ((at, re.search(r"\bbra\S*\s+(\$L\w+);", line)) for at, line in enumerate(lines))
+    return [
+        lines[labels[to[1]] : at]
+        for at, to in branches
+        if to and to[1] in labels and labels[to[1]] < at
+    ]
+
+
+def barriers(change=nullcontext):
+    """Return the barriers of each loop of rms_norm."""
+    given = torch.empty(4, 4096, dtype=BF16), torch.empty(4096, dtype=BF16)
+    with change():
+        launch = launch_of("sm_90", isobit.rms_norm, *given)
+    return [sum("bar.sync" in line for line in loop) for loop in loops_of(launch)]
+
+
+def test_norms_have_no_barrier_in_a_loop():
+    """Weights that are loaded as a tile of one row are moved to the layout of the others, behind barriers."""
+    one_row = (
+        ("tl.broadcast_to(weight + first, (ROWS, SEGMENTS * 16))", "weight + first"),
+        ("tl.load(weight + at, mask=inside", "tl.load(weight + at, mask=at + lane < LENGTH"),
+    )
+    assert max(barriers()) == 0
+    assert max(barriers(source("isobit.ops.rms_norm.triton", *one_row))) == 2
+
+
+@pytest.mark.usefixtures("_nothing_is_filled")
+def test_loads_of_words_do_not_wait_for_each_other():
+    """The loop over the sum loads 8 steps; the next block adds what is left of 18,992 words."""
+    given = [torch.empty(n, 16, dtype=BF16) for n in (1, 151_936)]
+    backend = Recording("sm_90")
+    with backends.use(backend):
+        isobit.linear_logprob(*given, torch.zeros(1, dtype=torch.int64))
+    (launch,) = (one for one in backend.launches if one.name == "sum_segments")
+    loads = [sum("ld.global" in line for line in loop) for loop in loops_of(launch)]
+    assert loads == [4, 8]  # 4 of 16 bytes for the maximum
+
+
+@pytest.fixture
+def _nothing_is_filled(monkeypatch):
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
