@@ -159,6 +159,11 @@ def test_the_gradient_of_an_embedding_and_a_cache_are_refused_in_a_capture(card)
     y = isobit.embedding(torch.zeros(1, 4, dtype=torch.int64), table)
     with card(), pytest.raises(isobit.UnsupportedError, match="depend on the ids"):
         y.sum().backward()
+    tags = [
+        getattr(torch.ops.isobit, f"triton_embedding{end}").default.tags
+        for end in ("", "_weight_grad")
+    ]
+    assert [torch.Tag.cudagraph_unsafe in each for each in tags] == [False, True]
     cache = isobit.KVCache(num_heads=1, head_dim=16, dtype=BF16)
     sequence, rows = cache.start(), torch.zeros(3, 1, 16, dtype=BF16)
     cache.append(sequence, rows, rows)

@@ -137,7 +137,7 @@ def triton_embedding(
     return y
 
 
-@triton_operator("embedding_weight_grad")
+@triton_operator("embedding_weight_grad", tags=(torch.Tag.cudagraph_unsafe,))
 def triton_embedding_weight_grad(
     grad: Tensor, ids: Tensor, spans: Tensor | None, vocabulary: int, padding: int, of: int = 0
 ) -> Tensor:

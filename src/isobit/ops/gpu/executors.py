@@ -57,17 +57,18 @@ _trace = torch._C._get_tracing_state
 
 
 def triton_operator(
-    name: str, mutates: Sequence[str] = ()
+    name: str, mutates: Sequence[str] = (), *, tags: Sequence[torch.Tag] = ()
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorate a function as the new operator `isobit::triton_<name>` for tensors on a GPU, or on the CPU.
 
     On the CPU it needs a chosen backend. The operator replaces the function. `mutates` names the arguments that it
-    writes.
+    writes; `tags` are torch's, in addition to pt2_compliant_tag.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         schema = torch.library.infer_schema(function, mutates_args=mutates)
-        _library.define(f"triton_{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
+        every = (torch.Tag.pt2_compliant_tag, *tags)
+        _library.define(f"triton_{name}{schema}", tags=every)  # type: ignore[no-untyped-call]
         for key in ("CPU", "CUDA"):
             _library.impl(f"triton_{name}", function, key)  # type: ignore[no-untyped-call]
         _registered.add(f"triton_{name}")
