@@ -31,13 +31,10 @@ BARE = (
 )
 
 
-COS, SIN = torch.randn(1 << 17, 64), torch.randn(1 << 17, 64)
-
-
-def rotate(function, cos, sin, rows):
+def rotate(function, rows, *more):
     """Call a rotary embedding of one sample, with a row per token, as a model of transformers does."""
     q, k = torch.randn(1, rows, 4, 64).transpose(1, 2), torch.randn(1, rows, 2, 64).transpose(1, 2)
-    return function(q, k, cos[..., :rows, :], sin[..., :rows, :])
+    return function(q, k, torch.randn(*more, rows, 64), torch.randn(*more, rows, 64))
 
 
 def draw(rows, columns=256, **given):
@@ -83,10 +80,11 @@ def liger_kernels():
     weight, bias = torch.randn(256), torch.randn(256)
     # At 256 columns or fewer, Liger's rms_norm is another kernel from 32,768 rows on.
     wide, heads, one, three = torch.randn(512), weight[:128].clone(), torch.ones(1), torch.ones(3)
-    targets = torch.randint(0, 256, (1 << 17,))
 
     def losses(rows):
-        return liger.liger_cross_entropy(draw(rows), targets[:rows].clone(), reduction="none")
+        return liger.liger_cross_entropy(
+            draw(rows), torch.randint(0, 256, (rows,)), reduction="none"
+        )
 
     def add_norm(rows):
         return liger.liger_fused_add_rms_norm(draw(rows), draw(rows), weight, 1e-6)
@@ -107,7 +105,7 @@ def liger_kernels():
         ),
         ("Liger: poly_norm", lambda rows: liger.liger_poly_norm(draw(rows), three, one)),
         ("Liger: fused_add_rms_norm", add_norm),
-        ("Liger: rope", lambda rows: rotate(liger.liger_rope, COS[None], SIN[None], rows)),
+        ("Liger: rope", lambda rows: rotate(liger.liger_rope, rows, 1)),
         ("Liger: cross_entropy", losses),
     ]
 
@@ -126,10 +124,9 @@ def fla_kernels():
     from fla.modules.norm.fused_norm_gate import rms_norm_gated
 
     weight, bias = torch.randn(256), torch.randn(256)
-    targets = torch.randint(0, 256, (1 << 17,))
 
     def losses(rows):
-        return cross_entropy_loss(draw(rows), targets[:rows].clone())[0]
+        return cross_entropy_loss(draw(rows), torch.randint(0, 256, (rows,)))[0]
 
     def gated(rows):
         return rms_norm_gated(draw(rows), draw(rows), weight, None)
@@ -159,10 +156,9 @@ def unsloth_kernels():
 
     rms = torch.nn.RMSNorm(256, eps=1e-6)
     layer = torch.nn.LayerNorm(256)
-    targets = torch.randint(0, 256, (1 << 17,))
 
     def losses(rows):
-        return Fast_CrossEntropyLoss.apply(draw(rows), targets[:rows].clone())
+        return Fast_CrossEntropyLoss.apply(draw(rows), torch.randint(0, 256, (rows,)))
 
     def heads(rows, function):
         return function(torch.randn(rows, 1, 256), torch.randn(rows, 1, 256))
@@ -174,7 +170,7 @@ def unsloth_kernels():
         ("unsloth: swiglu", lambda rows: heads(rows, swiglu.swiglu_fg_kernel)),
         ("unsloth: geglu, exact", lambda rows: heads(rows, geglu.geglu_exact_forward_kernel)),
         ("unsloth: geglu, approx", lambda rows: heads(rows, geglu.geglu_approx_forward_kernel)),
-        ("unsloth: rope", lambda rows: rotate(fast_rope_embedding, COS, SIN, rows)),
+        ("unsloth: rope", lambda rows: rotate(fast_rope_embedding, rows)),
         ("unsloth: cross_entropy", losses),
     ]
 
@@ -187,7 +183,7 @@ def vllm_kernels():
     platform = SimpleNamespace(
         is_cuda_alike=lambda: True, is_xpu=lambda: False, is_rocm=lambda: False,
         get_device_name=lambda device=0: "NVIDIA H100 80GB HBM3",
-        get_device_capability=lambda device=0: (9, 0),
+        get_device_capability=lambda device=0: SimpleNamespace(major=9, minor=0),
         is_cuda=lambda: True,
     )  # fmt: skip
     answers = {
@@ -205,9 +201,7 @@ def vllm_kernels():
         return ops.linear_batch_invariant(draw(rows, 64, dtype=torch.bfloat16), square)
 
     def batched(rows):
-        return ops.bmm_batch_invariant(
-            torch.randn(rows, 16, 64, dtype=torch.bfloat16), square.expand(rows, 64, 64)
-        )
+        return ops.bmm_batch_invariant(*torch.randn(2, rows, 16, 16, dtype=torch.bfloat16))
 
     return [
         ("vLLM: rms_norm", lambda rows: ops.rms_norm_batch_invariant(draw(rows), weight)),

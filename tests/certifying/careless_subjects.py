@@ -138,6 +138,7 @@ def asks_the_card(rows):
     assert torch.cuda.get_device_properties("cuda").multi_processor_count == 108
     # A CPU build of torch does not have this question.
     assert torch._C._cuda_getCurrentRawStream(torch.cuda.current_device()) == 0
+    assert torch.accelerator.current_accelerator().type == "cuda"
     out = torch.empty(x.shape, device=torch.device("cuda", 0))
     with torch.cuda.device(x.device):
         norm_kernel[(rows,)](x, out, rows, WIDTH)

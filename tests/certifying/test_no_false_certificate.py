@@ -158,6 +158,7 @@ RIGHT = (
     (right_kernels.weight_from_outside, (1, 3)),
     (right_kernels.rounded_in_torch, (1, 3)),
     (right_kernels.one_scale, (1, 3)),
+    (right_kernels.expanded_weight, (3, 5)),
 )
 SLOW_TO_REPEAT = {"weight_from_outside", "rounded_in_torch", "one_scale", "scattered", "waits"}
 

@@ -117,5 +117,11 @@ def standing_in(target: str) -> Iterator[None]:
         "stream": NoDevice,
     }
     raw = mock.patch.object(torch._C, "_cuda_getCurrentRawStream", create=True, return_value=0)
-    with mock.patch.multiple(torch.cuda, **answers), raw, OnTheCPU():
+    gpu = torch.device("cuda", 0)
+    accelerator = mock.patch.multiple(
+        torch.accelerator,
+        is_available=lambda: True,
+        current_accelerator=lambda check_available=False: gpu,
+    )
+    with mock.patch.multiple(torch.cuda, **answers), raw, accelerator, OnTheCPU():
         yield

@@ -275,6 +275,8 @@ class Storages:
         axes = tensor.dim()
         for axis, length in enumerate(tensor.shape):
             index = np.arange(length, dtype=np.uint64)
+            if tensor.stride(axis) == 0:
+                index[:] = 0  # expanded: one element, whatever the length
             shape = [1] * axes
             shape[axis] = length
             if found is not None and axis == found.axis:
