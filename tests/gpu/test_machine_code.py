@@ -33,6 +33,7 @@ PLANTED = """.version 8.6
 """
 FUSED_BY_HAND = "fma.rn.f32 %f1, %f2, %f2, %f1;"
 DIVIDED = "div.rn.f32 %f1, %f1, %f2; div.rn.f32 %f2, %f2, 0f41C00000; sqrt.rn.f32 %f1, %f1;"
+WIDENED = ".reg .b16 %h; cvt.rn.bf16.f32 %h, %f2; fma.rn.f32.bf16 %f1, %h, %h, %f1;"  # sm_100
 FREE = "mul.f32 %f3, %f1, %f2; add.f32 %f1, %f3, %f1;"
 APART = "mul.rn.f32 %f3, %f1, %f2; add.rn.f32 %f1, %f3, %f1;"
 
@@ -53,7 +54,8 @@ def test_the_check_sees_a_fused_product(target, monkeypatch):
     """
     real = sass.run
     monkeypatch.setattr(sass, "run", lambda words: real([w for w in words if w != "--fmad=false"]))
-    for other in ("", FUSED_BY_HAND, FUSED_BY_HAND + DIVIDED):
+    widened = WIDENED if target == "sm_100" else ""
+    for other in ("", FUSED_BY_HAND, widened + FUSED_BY_HAND + DIVIDED):
         for body, fused in ((FREE, True), (APART, False)):
             ptx, said = planted(target, other + body)
             assert sass.fuses(ptx, target, said) == fused, (other, body)

@@ -25,8 +25,8 @@ from isobit.errors import EngineError, UnsupportedError
 INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)([^;]*);")
 MATRIX = ("HMMA", "HGMMA", "UTCHMMA", "QGMMA", "IMMA")
 MARKED = re.compile(r"\bfma\.rn(?=\.(?:ftz\.|sat\.)*(?:f32|f32x2|f64)\b)")
-MARK = re.compile(r"^((?:FFMA2?|DFMA)\b\S*)\.RZ\b", re.MULTILINE)
-ROUNDED = re.compile(r"^(?:FFMA2?|DFMA)\b(?!\S*\.R[MPZ]\b)", re.MULTILINE)  # to nearest
+MARK = re.compile(r"^((?:FFMA2?|FHFMA|DFMA)\b\S*)\.RZ\b", re.MULTILINE)
+ROUNDED = re.compile(r"^(?:FFMA2?|FHFMA|DFMA)\b(?!\S*\.R[MPZ]\b)", re.MULTILINE)  # to nearest
 SUBROUTINE = "\n$__internal_"  # the label of ptxas' own subroutines, which follow a kernel
 # FFMA to nearest in ptxas' sequence for a division and a square root in fp32, by the subroutine that it calls if an
 # operand is subnormal or huge.
