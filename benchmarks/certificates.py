@@ -140,6 +140,7 @@ def show_wrong(console, quick):
             left += 1
             continue
         how = "raised before it was judged" if found["raised"] else f"exit code {found['code']}"
+        how = found["why"] if found["code"] is None else how
         outcomes[how] += 1
         seconds.setdefault(how, []).append(found["seconds"])
         if found["kept"] or found["code"] == 0:
@@ -193,6 +194,8 @@ def show_right(console, quick):
             continue
         count, spent = count + 1, f"{found['seconds']:.1f}"
         verdict = "refused" if found["raised"] or found["code"] == 2 else "broken"
+        if found["code"] is None:
+            verdict, left = "-", left + 1
         if found["code"] == 1 and found.get("classes", 0) > 1:
             verdict = f"{found['classes']} expressions"
         if found["kept"]:

@@ -196,7 +196,7 @@ def terms_of_words(
     if not PARTLY:
         teacher = (teacher * inverse - other_top) - other_log_sum
     ratio, _, larger = compare_words(student, teacher, rest, PARTLY)
-    return terms_of(ratio, larger, beta, DIRECTION)
+    return terms_of(ratio, larger, beta, DIRECTION)  # type: ignore[no-any-return]
 
 
 @triton.jit(do_not_specialize=["m"])

@@ -152,7 +152,9 @@ def bounds_of_spans(keys: Tensor, total: int, samples: Samples) -> Tensor:
 
 def spans_between(bounds: Tensor) -> Tensor:
     """Return the spans of `expert_spans` from bounds."""
-    before, first, stop = bounds[:-1].split([1, *[bounds.shape[1] // 2] * 2], 1)
+    before, places = bounds[:-1, :1], bounds[:-1, 1:]
+    samples = places.shape[1] // 2
+    first, stop = places[:, :samples], places[:, samples:]
     return torch.stack((first - before, stop - first), -1)
 
 
