@@ -60,10 +60,10 @@ def cases(quick):
         yield whole, [attention_case("bf16", 1, ATTENTION_CHUNK + 30, form=form)], targets
     for dtype in ("f32", "bf16"):
         blocks = [(16, 16, 32)] if dtype == "f32" else [(16, 16, 32), (64, 16, 32)]
-        yield (
-            "weight gradient",
-            [weight_grad_case(dtype, [300, 0, 17, 5], 20, 20, block) for block in blocks],
-        )
+        found = [weight_grad_case(dtype, [300, 0, 17, 5], 20, 20, block) for block in blocks]
+        yield "weight gradient", found
+        found = [weight_grad_case(dtype, [300, 0, 17, 5], 20, 20, blocks[0], parts=4)]
+        yield "weight gradient, split over samples", found
 
 
 def large_tiles(dtype, counts):

@@ -11,7 +11,8 @@ import torch
 import isobit
 from isobit.certifying.names import names
 from isobit.ops.linear import triton_products as linear
-from isobit.ops.linear.triton_products import weight_grad
+from isobit.ops.linear.triton import MERGED, WARPS
+from isobit.ops.linear.triton_products import merge_parts, weight_grad
 from isobit.ops.rms_norm.triton import normalise_rows
 from isobit.ops.softmax.triton import softmax
 from isobit.order.plan import FeaturePlan
@@ -232,7 +233,8 @@ def softmax_case(dtype, m, n, rows_per_program=2, warps=4):
 
 
 # ---- weight gradient ----------------------------------------------------------------------------
-def weight_grad_case(dtype, lengths, n, k, block=(16, 16, 32), warps=4, stages=2):
+def weight_grad_case(dtype, lengths, n, k, block=(16, 16, 32), warps=4, stages=2, parts=0):
+    """Return the case of a weight gradient; with `parts`, segments are divided over that many programs of a tile."""
     samples = isobit.Samples.packed(lengths)
     grad, x = (
         draw(samples.rows, n, dtype=dtype, seed=9),
@@ -240,11 +242,19 @@ def weight_grad_case(dtype, lengths, n, k, block=(16, 16, 32), warps=4, stages=2
     )
     dw, spans = empty(n, k), torch.tensor(samples.spans, dtype=torch.int64)
     count, tiles = len(samples.segments), math.ceil(n / block[0]) * math.ceil(k / block[1])
-    levels = count.bit_length() - 1
-    scratch = (empty(tiles, max(levels, 1), *block[:2]),)
+    own = count // max(parts, 1)  # segments of a program
+    levels = own.bit_length() - 1
+    sums = empty(parts, n, k) if parts else dw
+    scratch = empty(max(parts, 1) * tiles, max(levels, 1), *block[:2])
     sizes = dict(zip(("BLOCK_N", "BLOCK_K", "BLOCK_T"), block, strict=True))
-    given = {"grad": grad, "x": x, "spans": spans, "dw": dw, "scratch": scratch[0], "N": n, "K": k,
-             "first_tile": 0, "size": len(lengths) // count, "segments": count, "levels": levels, **sizes}  # fmt: skip
+    given = {"grad": grad, "x": x, "spans": spans, "dw": sums, "scratch": scratch, "N": n, "K": k,
+             "first_tile": 0, "size": len(lengths) // count, "segments": own, "levels": levels,
+             "SPLIT": bool(parts), **sizes}  # fmt: skip
+    grid, options = (tiles, max(parts, 1)), {"num_warps": warps, "num_stages": stages}
+    launches = [Launch(weight_grad, grid, given, options)]
+    if parts:
+        given = {"sums": sums, "dw": dw, "parts": parts, "SIZE": n * k, "BLOCK": MERGED}
+        launches += [Launch(merge_parts, (math.ceil(n * k / MERGED),), given, {"num_warps": WARPS})]
 
     def cpu():
         from isobit.ops.linear import portable
@@ -252,10 +262,10 @@ def weight_grad_case(dtype, lengths, n, k, block=(16, 16, 32), warps=4, stages=2
         return portable.weight_grad(grad, x, samples)
 
     return Case(
-        "weight gradient", dtype, "counter", "×".join(map(str, block)), count, {"grad": grad, "x": x}, dw,
-        (Launch(weight_grad, (tiles,), given, {"num_warps": warps, "num_stages": stages}),),
+        "weight gradient", dtype, f"{parts} parts" if parts else "counter", "×".join(map(str, block)), count,
+        {"grad": grad, "x": x}, dw, tuple(launches),
         lambda plan, given: into(plan, "f32").result(
             operators.weight_grad(plan, given["grad"], given["x"], samples)
         ),
-        cpu if dtype == "f32" else None, scratch,
+        cpu if dtype == "f32" else None, (scratch, sums) if parts else (scratch,),
     )  # fmt: skip
