@@ -40,7 +40,7 @@ COMMANDS = {
     "model": "isobit gate model --model qwen3-0.6b --dtype bfloat16 --json",
     "model-lora": "isobit gate model --model benchmarks/gate_models.py:mistral_lora --dtype bf16 --json",
     "model-experts": "isobit gate model --model benchmarks/gate_models.py:qwen3_moe --dtype bf16 --json",
-    "contracts": "isobit verify isobit --json",
+    "contracts": "isobit verify isobit --evidence build/evidence --json",
     "linear": "python -m benchmarks linear --quick",
     "bounds": "python -m benchmarks bounds",
     "whole-model": "python -m benchmarks model --quick --threads 2",
@@ -79,7 +79,8 @@ COMMANDS = {
     "vllm-speed": ".venv-vllm/bin/python -m benchmarks.vllm_speed",
     "vllm-grpo": "python examples/grpo_vllm.py --steps 40",
     "full-check": "python -m benchmarks full_check",
-    "gpu-contracts": "isobit verify isobit --backend interpreter --target sm_90 --json",
+    "gpu-contracts": "isobit verify isobit --evidence build/evidence --backend interpreter"
+    " --target sm_90 --json",
 }
 # Their tables show times or ratios of times, so nothing else runs meanwhile; shortest first, as `--all` makes them.
 TIMED = (
