@@ -1,7 +1,9 @@
 """Records of runs: `python -m benchmarks record NAME` runs a command and stores what it printed.
 
-A record is a JSON file in docs/results/records: the command, commit, date and machine, the digest of the sources,
-tables, the lines that were printed beside them, how long it took, and the exit code if it was 1.
+A record is a JSON file in docs/results/records: the command, commit, date and machine, the digest of its sources,
+tables, the lines that were printed beside them, how long it took, and the exit code if it was 1. The sources of a
+record are the whole package with its kernels, and those benchmarks, examples and tests that its command imports or
+names, so that a benchmark that is mended does not make the records of all others anew.
 `python -m benchmarks pages` writes records into the pages. `record --all` makes every record that is not of these
 sources: first those whose times are shown, one after the other, then the others, `--jobs` at a time. It can be
 stopped, and goes on where it was. Hours.
@@ -27,7 +29,10 @@ from isobit.order.plan import VERSION
 
 ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "docs" / "results" / "records"
-SOURCES = ("src", "csrc", "benchmarks", "examples", "setup.py", "constraints.txt")
+PACKAGE = ("src", "csrc", "setup.py", "constraints.txt")
+SOURCES = (*PACKAGE, "benchmarks", "examples")
+# These read what commands print and show it; a record has its command.
+NOT_DECIDING = {f"benchmarks/{name}.py" for name in ("__init__", "__main__", "records", "pages")}
 NOT_SOURCES = ("src/isobit/library/evidence.json", "src/isobit/certifying/running/sass.json")
 GATE = "isobit gate training --dtype fp32 bf16"
 COMMANDS = {
@@ -172,17 +177,60 @@ def list_records() -> int:
 
 
 def is_current(name: str) -> bool:
-    """Return whether a record was made from the sources of this commit."""
+    """Return whether a record was made by today's command from the sources of this commit."""
     path = RECORDS / f"{name}.json"
-    return path.exists() and json.loads(path.read_text()).get("sources") == sources_digest()
+    if not path.exists():
+        return False
+    record = json.loads(path.read_text())
+    is_command = record["command"] == COMMANDS[name].replace(" --json", "")
+    return is_command and record.get("sources") == sources_digest("HEAD", sources_of(name))
 
 
-def sources_digest(commit: str = "HEAD") -> str:
-    """Return the digest of what decides a record; evidence and results are made from it, so they are not in it."""
-    lines = git("ls-tree", "-r", commit, "--", *SOURCES).splitlines()
+def sources_digest(commit: str = "HEAD", paths: tuple[str, ...] = SOURCES) -> str:
+    """Return the digest of files at a commit; evidence and results are made from them, so they are not in it."""
+    lines = git("ls-tree", "-r", commit, "--", *paths).splitlines()
     return blake3("\n".join(x for x in lines if not x.endswith(NOT_SOURCES)).encode()).hexdigest()[
         :32
     ]
+
+
+def sources_of(name: str, commit: str = "HEAD") -> tuple[str, ...]:
+    """Return the files and folders that decide a record: the package, and what its command imports or names.
+
+    Imports of modules of `benchmarks` and `tests` are followed, as text; a package is its whole folder. A command that
+    runs tests is decided by all of them.
+    """
+    if name == "full-check":
+        return (*SOURCES, "tests")
+    listed = git("ls-tree", "-r", "--name-only", commit, "--", "benchmarks", "examples", "tests")
+    files = set(listed.splitlines())
+    command = re.sub(r"-m benchmarks[ .](\w+)", r"benchmarks/\1.py", COMMANDS[name])
+    waiting = [word.partition(":")[0] for word in command.split()]
+    found: set[str] = set()
+    while waiting:
+        path = waiting.pop()
+        folder = path.removesuffix("/__init__.py")  # a package may import its files by their names
+        if path not in files or folder != path:
+            inside = [file for file in files if file.startswith(f"{folder}/")]
+            waiting += set(inside) - found - {path} if folder == path or path in files else []
+        if path in files - found - NOT_DECIDING:
+            found.add(path)
+            waiting += mentioned(git("show", f"{commit}:{path}")) if path.endswith(".py") else []
+    return (*PACKAGE, *sorted(found))
+
+
+def mentioned(text: str) -> list[str]:
+    """Return the files and folders of benchmarks, examples and tests that a Python file imports or names."""
+    paths = re.findall(r"\b(?:examples|benchmarks|tests)(?:/[\w.-]+)+", text)
+    paths += ["/".join(parts) for parts in re.findall(r'"(examples|tests)" / "([\w.]+)"', text)]
+    imports = re.findall(
+        r"^ *from ((?:benchmarks|tests)[\w.]*) import (\([^)]*\)|.*)$", text, re.MULTILINE
+    )
+    for module, names in imports:
+        place = module.replace(".", "/")
+        paths += [f"{place}.py", f"{place}/__init__.py"]
+        paths += [f"{place}/{one}.py" for one in re.findall(r"\w+", names)]
+    return paths
 
 
 def modified_sources() -> str:
@@ -202,7 +250,7 @@ def make(name: str, output: Path | None = None, commit: str = "HEAD") -> int:
     what was printed stays in build/records.
     """
     command = COMMANDS[name]
-    record: dict = {"command": command.replace(" --json", ""), **describe_run(commit)}
+    record: dict = {"command": command.replace(" --json", ""), **describe_run(name, commit)}
     code = 0
     if output:
         printed = output.read_text()
@@ -226,12 +274,12 @@ def make(name: str, output: Path | None = None, commit: str = "HEAD") -> int:
     return code
 
 
-def describe_run(commit: str) -> dict[str, str | int]:
-    """Return the commit, date, machine and version of the order of a run on this machine."""
+def describe_run(name: str, commit: str) -> dict[str, str | int]:
+    """Return the commit, sources, date, machine and version of the order of a run on this machine."""
     machine = fingerprint(VERSION)
     return {
         "commit": git("rev-parse", "--short=7", commit),
-        "sources": sources_digest(commit),
+        "sources": sources_digest(commit, sources_of(name, commit)),
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "machine": f"{machine.cpu}, {machine.cores} cores, {machine.capability}"
         + " with AMX" * pairs_bf16(),

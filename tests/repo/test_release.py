@@ -198,7 +198,28 @@ def test_a_record_is_of_the_sources_that_it_says(name):
     if known.returncode:
         pytest.skip("this clone does not have that commit")
     if "sources" in record:  # records of older benchmarks name their commit alone
-        assert record["sources"] == records.sources_digest(record["commit"])
+        sources = records.sources_of(name, record["commit"])
+        assert record["sources"] == records.sources_digest(record["commit"], sources)
+
+
+def test_sources_of_a_record_are_those_that_its_command_reaches():
+    """The package decides every record; a benchmark, an example or a planted bug decides those that use it."""
+    for name in records.COMMANDS:
+        assert set(records.PACKAGE) <= set(records.sources_of(name))
+    assert records.sources_of("one-run") == records.PACKAGE
+    assert set(records.sources_of("step")) - set(records.PACKAGE) == {
+        "benchmarks/step.py",
+        "benchmarks/ratios.py",
+    }
+    assert {"tests/simulator/bugs/messages.py", "tests/simulator/clean_programs.py"} <= set(
+        records.sources_of("bugs")
+    )
+    assert {"tests/certifying/right_kernels.py", "examples/certify/softmax.py"} <= set(
+        records.sources_of("certificates")
+    )
+    assert "benchmarks/certificates.py" not in records.sources_of("certify")
+    assert "examples/grpo_vllm.py" in records.sources_of("vllm-grpo")
+    assert "tests" in records.sources_of("full-check")
 
 
 def test_sources_are_told_apart(monkeypatch):
@@ -220,15 +241,18 @@ def test_all_goes_on_where_it_was_and_past_a_failure(monkeypatch, tmp_path, caps
         made.append(name)
         if name == "model":
             raise subprocess.CalledProcessError(1, name)
-        records.save(name, {"commit": "x", "sources": "now"})
+        save(name)
         return 0
+
+    def save(name):
+        records.save(name, {"commit": "x", "sources": "now", "command": records.COMMANDS[name]})
 
     monkeypatch.setattr(records, "make", make)
     monkeypatch.setattr(records, "RECORDS", tmp_path)
     monkeypatch.setattr(records, "sources_digest", lambda *a: "now")
     monkeypatch.setattr(records, "modified_sources", lambda: "")
     wanted = ["linear", "model", "step"]
-    records.save("linear", {"commit": "x", "sources": "now"})
+    save("linear")
     assert records.main([*wanted, "--all"]) == 1
     assert sorted(made) == ["model", "step"]
     assert "1 of 2 records made; failed: ['model']" in capsys.readouterr().out
@@ -241,7 +265,7 @@ def test_a_record_says_what_its_command_found(monkeypatch, tmp_path):
     """Exit code 1 is stored, anything else and an output without a table make no record."""
     monkeypatch.setattr(records, "RECORDS", tmp_path)
     monkeypatch.setattr(records, "ROOT", tmp_path)
-    monkeypatch.setattr(records, "describe_run", lambda commit: {"commit": "x"})
+    monkeypatch.setattr(records, "describe_run", lambda name, commit: {"commit": "x"})
 
     def ending_with(code, printed):
         program = f"import sys; print({printed!r}); sys.exit({code})"
