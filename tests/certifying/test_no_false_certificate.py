@@ -7,6 +7,7 @@ import inspect
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,18 @@ def test_with_threads_the_certificate_says_that_the_first_call_was_not_judged():
         end.set()
         waiting.join()
     assert "first call was not judged" in " ".join(str(found).split())
+
+
+@pytest.mark.parametrize(("warps", "code"), [(4, 2), (2, 0)])
+def test_fused_products_are_not_hidden_by_as_many_that_the_ptx_has(warps, code):
+    """With 2 warps ptxas fuses nothing, so that names of this kernel hold."""
+    make = partial(wrong_launches.open_products_next_to_fused, num_warps=warps)
+    found = isobit.certify(lambda rows: make(rows), rows=(1, 3), targets=("sm_100",))
+    assert found.exit_code == code, str(found)
+    facts = [kernel for target in found.targets for kernel in target.kernels]
+    assert facts
+    assert all(kernel.open_products and kernel.fused for kernel in facts)
+    assert [kernel.ptxas_fuses for kernel in facts] == [bool(code)] * len(facts)
 
 
 def all_wrong():

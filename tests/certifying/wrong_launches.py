@@ -742,6 +742,31 @@ def open_products_by_warps(rows):
     return out
 
 
+@triton.jit
+def prefetched_and_fused(x, y, xb, yb, out, n, BLOCK: tl.constexpr, MORE: tl.constexpr):
+    """the same, and products of widened bf16 that are fused in the PTX"""
+    r = tl.program_id(0)
+    c = tl.arange(0, BLOCK)
+    p = tl.load(x + r * n * BLOCK + c) * tl.load(y + c)
+    acc = tl.zeros((BLOCK,), tl.float32)
+    for i in range(1, n):
+        acc = acc + p
+        p = tl.load(x + (r * n + i) * BLOCK + c) * tl.load(y + i * BLOCK + c)
+    acc = acc + p
+    for j in tl.static_range(MORE):
+        a = tl.load(xb + (r * MORE + j) * BLOCK + c).to(tl.float32)
+        acc = tl.math.fma(a, tl.load(yb + j * BLOCK + c).to(tl.float32), acc)
+    tl.store(out + r * BLOCK + c, acc)
+
+
+def open_products_next_to_fused(rows, num_warps=4):
+    """On sm_100 the fma of the PTX are FHFMA, and with 4 warps as many FFMA are what ptxas fused."""
+    x, y, out = torch.randn(rows, 9, 256), torch.randn(9, 256), torch.empty(rows, 256)
+    xb, yb = torch.randn(rows, 4, 256).bfloat16(), torch.randn(4, 256).bfloat16()
+    prefetched_and_fused[(rows,)](x, y, xb, yb, out, 9, 256, 4, num_warps=num_warps)
+    return out
+
+
 def channels_first_4(rows):
     """Features first, four entries per row: the stride is a multiple of 16 for none of 1, 3, 70 and 130 rows."""
     x, out = torch.randn(64, rows * 4), torch.empty(rows * 4)

@@ -139,7 +139,7 @@ def test_a_step_of_decoding_is_captured(card):
             step.forward()
     assert not card.waits
     assert device_tables._captured  # a graph reads its tables when it is replayed
-    device_tables.forget()
+    device_tables._made.clear()
     assert device_tables._captured
 
 
@@ -244,6 +244,32 @@ def test_a_mixture_of_experts_waits_once(card):
         isobit.Routes.chosen(ids, torch.zeros(1, 2), total=4)
 
 
+def test_new_routes_at_every_step_keep_no_tables(card):
+    """Each expert has rows of its own at every step: kept, they would push out the tables of the samples."""
+    x, weight = torch.zeros(40, 16, dtype=BF16), torch.zeros(8, 8, 16, dtype=BF16)
+    weight.requires_grad_()
+    samples, sizes = isobit.Samples.packed([15, 0, 25]), []
+    for seed in range(4):
+        logits = torch.rand(40, 8, generator=torch.Generator().manual_seed(seed))
+        routes = isobit.route(logits, 2, samples=samples)
+        y = isobit.grouped_linear(isobit.dispatch_rows(x, routes), weight, routes=routes)
+        torch.autograd.grad(y, weight, torch.zeros_like(y))
+        sizes.append(len(device_tables._made))
+    assert sizes[0] == sizes[-1] > 0
+    with card(), pytest.raises(isobit.UnsupportedError, match="gradient of grouped_linear, whose"):
+        torch.autograd.grad(
+            isobit.grouped_linear(isobit.dispatch_rows(x, routes), weight, routes=routes),
+            weight,
+            torch.zeros_like(y),
+        )
+
+
+def test_routes_can_be_saved(card, tmp_path):
+    routes = isobit.route(torch.rand(6, 4), 2)
+    torch.save(routes.tokens, tmp_path / "tokens.pt")
+    assert torch.equal(torch.load(tmp_path / "tokens.pt"), routes.tokens)
+
+
 def test_an_exact_sum_is_captured_and_a_norm_is_not(card):
     x = torch.zeros(3000, requires_grad=True)
     isobit.exact_sum(x)
@@ -281,7 +307,7 @@ def test_a_table_that_was_written_into_is_read_again():
 
 def test_tables_outlive_inference_mode_and_fake_tensors():
     """A table that was made under inference_mode could not be saved for a backward; a fake one is no table."""
-    device_tables.forget()
+    device_tables._made.clear()
     q = torch.randn(1, 37, 1, 16)
     with torch.inference_mode():
         isobit.attention(q, q, q, is_causal=True)
@@ -296,7 +322,7 @@ def test_tables_outlive_inference_mode_and_fake_tensors():
 
 def test_tables_of_a_transform_are_not_kept():
     """Such a table is wrapped for its level of torch.func, and dead after it."""
-    device_tables.forget()
+    device_tables._made.clear()
     made = []
 
     def f(x):
@@ -312,7 +338,7 @@ def test_tables_of_a_transform_are_not_kept():
 def test_threads_make_the_same_tables():
     q = torch.randn(3, 29, 1, 16)
     known, found = isobit.attention(q, q, q, is_causal=True), []
-    device_tables.forget()
+    device_tables._made.clear()
     threads = [
         threading.Thread(target=lambda: found.append(isobit.attention(q, q, q, is_causal=True)))
         for _ in range(8)
@@ -338,6 +364,19 @@ class Stream:
         self.waited_for.append(event)
 
 
+class Table(Tensor):
+    """A tensor of some bytes, which writes down the streams that use it."""
+
+    @staticmethod
+    def __new__(cls, size):
+        made = torch.zeros(size, dtype=torch.uint8).as_subclass(cls)
+        made.used_on = []
+        return made
+
+    def record_stream(self, stream):
+        self.used_on.append(stream)
+
+
 def test_another_stream_waits_for_the_copy_of_a_table(monkeypatch):
     one, other = Stream(), Stream()
     monkeypatch.setattr(device_tables, "_made", {})
@@ -345,8 +384,11 @@ def test_another_stream_waits_for_the_copy_of_a_table(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     for stream in (one, one, other):
         monkeypatch.setattr(torch.cuda, "current_stream", lambda _, stream=stream: stream)
-        assert device_tables.kept("lengths", torch.device("cuda"), lambda: 7) == 7
+        found = device_tables.kept("lengths", torch.device("cuda"), lambda: (7, Table(3)))
+        assert found[0] == 7
     assert (one.waited_for, other.waited_for) == ([], [one])
+    # Else its memory could be used again while the other stream reads it, once it is dropped.
+    assert found[1].used_on == [other]
 
 
 def test_the_number_of_tables_is_bounded(monkeypatch):
@@ -356,6 +398,26 @@ def test_the_number_of_tables_is_bounded(monkeypatch):
         q = torch.zeros(1, rows, 1, 16)
         Places(q, q, None, None)
     assert 0 < len(device_tables._made) <= 8
+
+
+@pytest.mark.parametrize(("limit", "value"), [("MOST", 8), ("MOST_BYTES", 8 * 16)])
+def test_tables_that_are_used_are_not_dropped(monkeypatch, limit, value):
+    monkeypatch.setattr(device_tables, "_made", {})
+    monkeypatch.setattr(device_tables, limit, value)
+    made = []
+
+    def table(rows):
+        def make():
+            made.append(rows)
+            return torch.zeros(2, dtype=torch.int64)
+
+        return device_tables.kept(rows, torch.device("cpu"), make)
+
+    for rows in range(1, 40):
+        table(0)
+        table(rows)
+    assert made == list(range(40))
+    assert sorted(rows for rows, _ in device_tables._made) == [0, *range(33, 40)]
 
 
 def test_an_id_without_a_row_is_not_a_silent_zero(monkeypatch):

@@ -64,8 +64,8 @@ class KernelFacts:
         flushes: instructions that flush subnormal numbers to zero (`.ftz`), by name.
         fused, fusion_allowed: `fma` on floats in the text, and whether the compiler may make them (`enable_fp_fusion`).
         open_products: sums of a product that the PTX leaves unfused without forbidding it: ptxas may fuse them.
-        machine_fused: fused multiply-adds on floats in the machine code of a kernel with open products, by Triton's
-            ptxas; None if it was not looked at.
+        ptxas_fuses: whether Triton's ptxas fused what a kernel with open products has apart, as its machine code shows;
+            None if it was not looked at.
         approximate: approximate instructions by name, such as {"ex2.approx.ftz.f32": 2}.
         lines: lines of PTX.
     """
@@ -85,14 +85,14 @@ class KernelFacts:
     fused: int = 0
     fusion_allowed: bool = True
     open_products: int = 0
-    machine_fused: int | None = None
+    ptxas_fuses: bool | None = None
     approximate: dict[str, int] = field(default_factory=dict)
     lines: int = 0
 
     @property
     def may_fuse(self) -> bool:
-        """Whether ptxas may have fused what the PTX leaves open: its machine code has not as many as the PTX."""
-        return self.open_products > 0 and self.machine_fused != self.fused
+        """Whether ptxas may have fused what the PTX leaves open."""
+        return self.open_products > 0 and self.ptxas_fuses is not False
 
 
 @dataclass(frozen=True)

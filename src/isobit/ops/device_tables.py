@@ -5,12 +5,16 @@ A table that is copied from the host makes the host wait for the GPU, a table th
 CUDA graph can capture neither. So a table is made once per description and device and kept, and it carries the numbers
 that it was made of. A graph reads its tables when it is replayed: those that were used in a capture are kept for good.
 A table is copied on the stream that was current when it was made; another stream waits for that copy, on the device.
+What was not used for longest is dropped, without waiting: torch reuses memory in the order of the stream that it was
+allocated on, and knows which other streams have used it. Numbers that are new at every step (the rows that each expert
+has of a sample) are not kept; `split_table` copies them once.
 Nothing is kept under a mode of torch (FakeTensorMode and others), a transform of torch.func or torch.compile, which
 have tensors of their own.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
@@ -20,11 +24,12 @@ from torch import Tensor
 from isobit.errors import UnsupportedError
 
 T = TypeVar("T")
-MOST = 1024  # descriptions that are kept
+MOST, MOST_BYTES = 1024, 1 << 26  # descriptions that are kept, and memory on all devices
 _VALUES = "_isobit_values"
 _is_initialized: Callable[[], bool] = torch.cuda.is_initialized
 _made: dict[Hashable, Any] = {}
 _captured: dict[Hashable, Any] = {}
+_changing = threading.Lock()
 
 
 def is_capturing() -> bool:
@@ -52,32 +57,45 @@ def kept(key: Hashable, device: torch.device, make: Callable[[], T]) -> T:
     place = (key, device)
     capturing = is_capturing()
     found = _made.get(place)
+    is_new = found is None
     stream = (
         torch.cuda.current_stream(device) if device.type == "cuda" and _is_initialized() else None
     )
     if found is None:
         if capturing:
             refuse_capture("samples of new lengths")
-        if len(_made) >= MOST:
-            forget()
         with torch.inference_mode(False):  # else it could not be saved for a backward
             value = make()
         written = None if stream is None else stream.record_event()
-        found = _made[place] = (value, stream, written)
-    value, writer, written = found
+        found = (value, stream, written, sum(table.nbytes for table in tables_in(value)))
+    with _changing:
+        _made.pop(place, None)
+        _made[place] = found  # behind all others
+        if is_new:
+            drop_oldest()
+    value, writer, written, _ = found
     if capturing:
         _captured[place] = value  # torch.cuda.graph has waited for everything before
     elif stream is not None and written is not None and stream != writer:
         stream.wait_event(written)
-    return value
+        for table in tables_in(value):
+            table.record_stream(stream)
+    return value  # type: ignore[no-any-return]
 
 
-def forget() -> None:
-    """Drop tables; kernels of every stream may still read them, so the devices finish first."""
-    if _is_initialized():
-        for at in range(torch.cuda.device_count()):
-            torch.cuda.synchronize(at)
-    _made.clear()
+def drop_oldest() -> None:
+    """Drop the tables that were not used for longest, until the others are few and small enough."""
+    size = sum(found[-1] for found in _made.values())
+    while len(_made) > MOST or (size > MOST_BYTES and len(_made) > 1):
+        size -= _made.pop(next(iter(_made)))[-1]
+
+
+def tables_in(value: Any) -> list[Tensor]:
+    """Return the tensors of a table, a tuple of tables, or an object that has tables as attributes."""
+    if isinstance(value, Tensor):
+        return [value]
+    parts = value if isinstance(value, tuple) else getattr(value, "__dict__", {}).values()
+    return [table for part in parts for table in tables_in(part)]
 
 
 def refuse_capture(what: str) -> None:
@@ -121,6 +139,17 @@ def copied(values: Sequence[Any], shape: tuple[int, ...], device: torch.device) 
 def table_of(values: tuple[Any, ...], shape: tuple[int, ...], device: torch.device) -> Tensor:
     """Return an int64 table of values that is kept; nobody may write into it."""
     return kept((values, shape), device, lambda: copied(values, shape, device))
+
+
+def split_table(values: Tensor, device: torch.device) -> list[Tensor]:
+    """Return the tables along the first axis of an int64 tensor of the CPU, copied to a device at once and not kept."""
+    if device.type == "cpu":
+        return list(values.unbind())
+    numbers = values.tolist()
+    tables = list(copied(numbers, tuple(values.shape), device).unbind())
+    for table, known in zip(tables, numbers, strict=True):
+        setattr(table, _VALUES, (table._version, known, {}))
+    return tables
 
 
 def values_of(table: Tensor) -> Any:

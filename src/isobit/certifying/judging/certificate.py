@@ -268,7 +268,7 @@ def cautions(targets: tuple[TargetReport, ...]) -> list[str]:
         names = ", ".join(dict.fromkeys(kernel.kernel for kernel in opened))
         notes.append(
             f"in {names} the PTX leaves products and sums unfused that ptxas may fuse; Triton's ptxas does not: its "
-            "machine code has no more fused multiply-adds. Another ptxas may: enable_fp_fusion=False forbids it"
+            "machine code has no fused multiply-add of its own. Another ptxas may: enable_fp_fusion=False forbids it"
         )
     outcomes = [outcome for target in targets for outcome in target.outcomes]
     if outcomes and all(one.verdict == EXECUTED and not one.names for one in outcomes):

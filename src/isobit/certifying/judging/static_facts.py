@@ -12,6 +12,8 @@ from pathlib import Path
 from blake3 import blake3
 
 from isobit.certifying.records import KernelFacts
+from isobit.certifying.running import sass
+from isobit.errors import IsobitError
 from isobit.order.engines import ENGINE_OF_TARGET
 
 FLOATS = ("f16", "bf16", "f32", "f64", "f16x2", "bf16x2", "f32x2")
@@ -53,7 +55,7 @@ def facts_of(
         fused=sum(n for o, n in counts.items() if o.startswith("fma.") and is_float(o)),
         fusion_allowed=fusion_allowed,
         open_products=opened,
-        machine_fused=count_machine_fused(cubin) if opened and cubin is not None else None,
+        ptxas_fuses=has_fused(ptx, target, cubin) if opened and cubin is not None else None,
         approximate={
             o: n for o, n in counts.items() if ".approx" in o or o.startswith(("tanh.", "div.full"))
         },
@@ -117,14 +119,23 @@ def operand_groups(operands: str) -> list[str]:
     return [" ".join(_REGISTER.findall(part)) for part in parts]
 
 
-def count_machine_fused(cubin: bytes) -> int | None:
-    """Return the fused multiply-adds on floats in machine code, or None if it cannot be read."""
-    said = run_tool("cuobjdump", "-sass", cubin)
-    if said is None or "Function" not in said:
+def has_fused(ptx: str, target: str, cubin: bytes) -> bool | None:
+    """Return whether ptxas fused a product and a sum that the PTX leaves open, or None if it cannot be read."""
+    try:
+        said = sass.listing(cubin)
+        if sass.fuses(ptx, target, said, sass.AS_TRITON):
+            return True
+    except (IsobitError, OSError, subprocess.SubprocessError):
         return None
-    found = re.findall(r"\b(FFMA2?|DFMA|HFMA2)\b([^;]*);", said)
-    # A constant is moved by HFMA2 of zeros.
-    return sum(not (name == "HFMA2" and "-RZ, RZ" in rest) for name, rest in found)
+    halves = re.findall(r"^HFMA2\b(.*)", sass.instructions(said), re.MULTILINE)
+    made = sum("-RZ, RZ" not in rest for rest in halves)  # a constant is moved by HFMA2 of zeros
+    statements = _STATEMENT.findall(re.sub(r"//[^\n]*", "", ptx))
+    return made != sum(is_half(opcode) for opcode, _ in statements if opcode.startswith("fma."))
+
+
+def is_half(opcode: str) -> bool:
+    """Tell whether an instruction computes in 16 bits: `fma.rn.f32.bf16` widens its operands."""
+    return opcode.endswith(("f16", "f16x2")) and ".f32" not in opcode
 
 
 def ptx_digest(ptx: str) -> str:

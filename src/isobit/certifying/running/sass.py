@@ -2,7 +2,8 @@
 
 [Note: what ptxas may change]
 Certificates and comparisons in the PTX machine are about PTX. ptxas could still fuse a product and a sum, which rounds
-once instead of twice. Triton calls it with --fmad=false, and the machine code shows whether it obeys. An FFMA there has
+once instead of twice. isobit's kernels are compiled with --fmad=false, and the machine code shows whether ptxas obeys;
+a certificate of a kernel whose products and sums are open to fusion needs that nothing was fused. An FFMA there has
 one of three origins: an fma of the PTX; a division or a square root, which are sequences with FFMA; or a product and a
 sum that ptxas fused. To tell them apart, the fma of the PTX are marked: they get another rounding (.rz), which machine
 code shows (FFMA.RZ) and which ptxas has no reason to give to an FFMA of its own. What is then left without a mark must
@@ -32,6 +33,8 @@ SUBROUTINE = "\n$__internal_"  # the label of ptxas' own subroutines, which foll
 # operand is subnormal or huge.
 SEQUENCES = {"div_rn_noftz_f32_slowpath": 5, "sqrt_rn_f32_slowpath": 2}
 TIMEOUT = 300  # seconds of one call of a tool
+APART = ("--fmad=false",)
+AS_TRITON = ("--regAllocOptLevel=2",)  # with enable_fp_fusion, its default
 
 
 def tool(name: str) -> str:
@@ -52,15 +55,15 @@ def tool(name: str) -> str:
     return str(path)
 
 
-def assemble(ptx: str, target: str) -> bytes:
-    """Return the cubin that ptxas makes of a PTX text for a target, with Triton's options."""
+def assemble(ptx: str, target: str, options: tuple[str, ...] = APART) -> bytes:
+    """Return the cubin that ptxas makes of a PTX text for a target, by default as Triton does without fusion."""
     number = int(target.removeprefix("sm_"))
     name = "ptxas-blackwell" if number >= 100 else "ptxas"
     arch = f"{target}a" if number >= 90 else target
     with tempfile.TemporaryDirectory() as folder:
         text, out = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
         text.write_text(ptx)
-        command = [tool(name), "--fmad=false", f"--gpu-name={arch}", str(text), "-o", str(out)]
+        command = [tool(name), *options, f"--gpu-name={arch}", str(text), "-o", str(out)]
         run(command)
         return out.read_bytes()
 
@@ -113,16 +116,19 @@ def count(sass: str, kinds: tuple[str, ...]) -> int:
     return sum(names[kind] for kind in kinds)
 
 
-def fuses(ptx: str, target: str, said: str) -> bool:
-    """Return whether machine code has a fused product and sum that its PTX has apart.
+def fuses(ptx: str, target: str, said: str, options: tuple[str, ...] = APART) -> bool:
+    """Return whether machine code has a fused product and sum, of fp32 or fp64, that its PTX has apart.
+
+    It is also True where the two cannot be told apart.
 
     Args:
         ptx: The PTX text of a kernel.
         target: The GPU, such as "sm_90".
         said: The listing of its machine code.
+        options: What ptxas was called with.
     """
     marked = MARKED.sub("fma.rz", ptx)
-    other = said if marked == ptx else listing(assemble(marked, target))
+    other = said if marked == ptx else listing(assemble(marked, target, options))
     if MARK.sub(r"\1", instructions(other)) != MARK.sub(r"\1", instructions(said)):
         return True
     code = instructions(other.split(SUBROUTINE)[0])

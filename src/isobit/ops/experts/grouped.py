@@ -21,6 +21,7 @@ from isobit.ops.derivatives import (
     refuse_second_order,
     refuse_vmap,
 )
+from isobit.ops.device_tables import split_table
 from isobit.ops.experts.routes import Routes, expert_spans
 from isobit.ops.linear.op import sizes_of
 from isobit.ops.registration import PREFIXES, executor_of, launch
@@ -154,7 +155,7 @@ class _Grouped(torch.autograd.Function):
         outputs = weight.shape[2 if ctx.transposed else 1]
         has_db = ctx.has_bias and want[2]
         db = weight.new_zeros((len(weight), outputs), dtype=dtype) if has_db else None
-        spans = expert_spans(tokens, ctx.rows, samples)
+        spans = split_table(expert_spans(tokens, ctx.rows, samples), x.device)
         for expert, at in runs(ctx.rows):
             g, of = grad[at], samples.total
             if dx is not None:

@@ -25,6 +25,7 @@ from isobit.ops.derivatives import (
     refuse_second_order,
     refuse_vmap,
 )
+from isobit.ops.device_tables import split_table
 from isobit.ops.experts.grouped import grouped_linear, matrix, runs
 from isobit.ops.experts.routes import Routes, expert_spans
 from isobit.ops.linear.merged import Adapter, merge_weight
@@ -156,7 +157,7 @@ class _LowRank(torch.autograd.Function):
         da, db = a.new_zeros(a.shape, dtype=dtype), b.new_zeros(b.shape, dtype=dtype)
         down, up = split_factors(a, b, count)  # [E, r, K], [E, N, r]
         into_down, into_up = split_factors(da, db, count)
-        spans = expert_spans(tokens, ctx.rows, samples)
+        spans = split_table(expert_spans(tokens, ctx.rows, samples), x.device)
         for expert, at in runs(ctx.rows):
             g, of = grad[at], samples.total
             inner = into_x(g, up[expert].contiguous())  # [rows, r]

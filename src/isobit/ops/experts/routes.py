@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from isobit.errors import ArgumentError
 from isobit.foundation import backends
@@ -16,7 +18,8 @@ from isobit.ops.portable.samples import as_samples, check_rows, whole_samples
 from isobit.order.samples import Samples
 
 READ = "whose number of rows of each expert the host reads"
-SPANS = "_isobit_expert_spans"
+# (samples, expert_spans) of Routes.tokens; not an attribute of the tensor, which could then not be saved and loaded.
+_spans: MutableMapping[Tensor, tuple[Samples, Tensor]] = WeakTensorKeyDictionary()
 
 
 class Routes(NamedTuple):
@@ -102,10 +105,15 @@ class Routes(NamedTuple):
         flat, slots = experts.reshape(-1), experts.shape[1]
         ordered, order = flat.sort(stable=True)
         tokens = order // slots
-        bounds = bounds_of_spans(ordered * samples.rows + tokens, total, samples).cpu()
+        bounds = bounds_of_spans(ordered * samples.rows + tokens, total, samples)
+        has_spans = (
+            torch.is_grad_enabled()
+        )  # gradients need all of them, and a forward the first rows alone
+        bounds = (bounds if has_spans else bounds[:, :1]).cpu()
         firsts = bounds[:, 0].tolist()
         order, tokens = order[: firsts[total]], tokens[: firsts[total]]
-        setattr(tokens, SPANS, (samples, spans_between(bounds)))
+        if has_spans:
+            _spans[tokens] = samples, spans_between(bounds)
         places = torch.full_like(flat, -1)
         places[order] = torch.arange(len(order), device=flat.device)
         rows = tuple(stop - first for first, stop in pairwise(firsts))
@@ -125,12 +133,14 @@ def expert_spans(tokens: Tensor, rows: tuple[int, ...], samples: Samples) -> Ten
     """Return [E, samples, 2]: the first row of each sample among the rows of an expert, and the number of its rows.
 
     It is on the CPU. The host waits for tokens that are on a GPU, unless `Routes.planned` returned them.
+
+    Raises:
+        UnsupportedError: If a CUDA graph is being captured.
     """
-    known, spans = getattr(tokens, SPANS, (None, None))
+    refuse_in_capture(f"the gradient of grouped_linear, {READ}")
+    known, spans = _spans.get(tokens, (None, None))
     if known is samples and spans is not None:
-        return spans  # type: ignore[no-any-return]
-    if not tokens.is_cpu:
-        refuse_in_capture(f"the gradient of grouped_linear, {READ}")
+        return spans
     owner = torch.repeat_interleave(
         torch.arange(len(rows), device="cpu"), torch.tensor(rows, device="cpu")
     )

@@ -151,12 +151,13 @@ def sum_weight_grad(
     dtype: torch.dtype,
     out: Tensor | None = None,
     *,
+    spans: Tensor | None = None,
     enough: int | None = None,
 ) -> Tensor:
     """Return dW [N, K], summed over the samples of grad [..., N] and x [..., K], rounded to dtype.
 
-    `out` is contiguous memory for it, of its shape and dtype. A weight of at most half of `enough` tiles, by default
-    ENOUGH, has programs for parts of the segments, up to `enough` programs in all.
+    `out` is contiguous memory for it, of its shape and dtype, and `spans` the table of the samples' spans. A weight of
+    at most half of `enough` tiles, by default ENOUGH, has programs for parts of the segments, up to `enough` in all.
     """
     outputs, inputs = grad.shape[-1], x.shape[-1]
     dw = torch.empty((outputs, inputs), dtype=dtype, device=x.device) if out is None else out
@@ -177,8 +178,9 @@ def sum_weight_grad(
     at_once = max(SCRATCH // (max(levels, 1) * tile.rows * tile.columns), 1)
     at_once = tiles if splits else at_once
     scratch = partial_sums(x, parts * min(at_once, tiles), max(levels, 1), tile.rows, tile.columns)
-    spans = table_of(samples.spans, (-1, 2), x.device)
-    given = grad.contiguous(), x.contiguous(), spans, sums, scratch
+    if spans is None or spans.device != x.device:
+        spans = table_of(samples.spans, (-1, 2), x.device)
+    given = grad.contiguous(), x.contiguous(), spans.contiguous(), sums, scratch
     for first in range(0, tiles, at_once):
         run(
             weight_grad,
@@ -259,7 +261,7 @@ def triton_input_grad(grad: Tensor, weight: Tensor) -> Tensor:
 def triton_weight_grad(grad: Tensor, x: Tensor, spans: Tensor | None, of: int = 0) -> Tensor:
     samples = whole_samples(grad, spans, of)
     dtype = gradient_dtype(x.dtype, len(samples.spans), samples.total)
-    return sum_weight_grad(grad, x, samples, dtype)
+    return sum_weight_grad(grad, x, samples, dtype, spans=spans)
 
 
 @triton_operator("linear_bias_grad")
