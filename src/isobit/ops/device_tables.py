@@ -80,7 +80,7 @@ def kept(key: Hashable, device: torch.device, make: Callable[[], T]) -> T:
         stream.wait_event(written)
         for table in tables_in(value):
             table.record_stream(stream)
-    return value  # type: ignore[no-any-return]
+    return value
 
 
 def drop_oldest() -> None:
