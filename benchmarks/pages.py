@@ -10,7 +10,7 @@ import re
 import sys
 import textwrap
 
-from benchmarks.records import RECORDS, ROOT
+from benchmarks.records import RECORDS, ROOT, SHORT
 
 RESULTS = ROOT / "docs" / "results"
 MARK = re.compile(r"(<!-- record: ([\w-]+)( summary| data)? -->\n).*?(<!-- /record -->)", re.DOTALL)
@@ -123,5 +123,4 @@ def show_ratio(cell: str, column: str) -> str:
     return f"{1 / float(cell) if column.startswith('ours') else float(cell):.2f}"
 
 
-SHORT = {"float32": "fp32", "bfloat16": "bf16"}
 DTYPES = ("fp32", "bf16")

@@ -33,6 +33,8 @@ PACKAGE = ("src", "csrc", "setup.py", "constraints.txt")
 SOURCES = (*PACKAGE, "benchmarks", "examples")
 # These read what commands print and show it; a record has its command.
 NOT_DECIDING = {f"benchmarks/{name}.py" for name in ("__init__", "__main__", "records", "pages")}
+DIGESTS = ("curves", "weights", "gradients", "optimizers")
+SHORT = {"float32": "fp32", "bfloat16": "bf16"}
 NOT_SOURCES = ("src/isobit/library/evidence.json", "src/isobit/certifying/running/sass.json")
 GATE = "isobit gate training --dtype fp32 bf16"
 COMMANDS = {
@@ -396,7 +398,30 @@ def read_chain(output: dict) -> dict:
 
 
 def read_curve(output: dict) -> dict:
-    verdicts = output["verdicts"]
-    header = list(verdicts[0])
-    rows = [[str(verdict[key]) for key in header] for verdict in verdicts]
-    return {"tables": [{"header": header, "rows": rows}], "lines": []}
+    """Return a row per side and dtype, then the digest that all layouts of isobit share, or how many there are."""
+    header = [
+        "side and dtype",
+        "layouts",
+        "steps",
+        "loss curves",
+        "digests of weights",
+        "of gradients",
+    ]
+    header += ["of optimizer state", "losses differ by up to"]
+    rows, lines = [], []
+    for found in output["verdicts"]:
+        name = f"{found['side']} {SHORT.get(found['dtype'], found['dtype'])}"
+        counted = [found[key] for key in ("layouts", "steps", *DIGESTS)]
+        apart = found["largest_difference"]
+        rows.append([name, *map(str, counted), f"{apart:.2g}" if apart else "exactly 0"])
+        digests = {
+            one["digest"]
+            for one in output["outcomes"]
+            if (one["dtype"], one["stock"]) == (found["dtype"], found["side"] == "stock")
+        }
+        if found["side"] == "isobit":
+            lines.append(f"{name}: digest {', '.join(sorted(digests))}")
+    parameters = {one["curve"]["parameters"] for one in output["outcomes"]}
+    size = " and ".join(f"{number:,}" for number in sorted(parameters))
+    lines.insert(0, f"{size} parameters, {output['workload']['samples']} samples in a step")
+    return {"tables": [{"header": header, "rows": rows}], "lines": lines}
