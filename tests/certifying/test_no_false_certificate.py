@@ -20,6 +20,7 @@ from isobit.certifying.judging.scan import scan_rows
 from tests.certifying import (
     more_wrong_kernels,
     right_kernels,
+    wrong_calls,
     wrong_inputs,
     wrong_launches,
     wrong_rows,
@@ -35,13 +36,17 @@ NOT_WRONG = {
     "atomics_in_backward",  # its forward is right: the note about the backward pass has a test of its own
     "alignment",  # two settings, see below
     "splits_of_a_setting",
-    "cached_plan",  # needs a process without threads, which a worker of pytest-xdist is not
+    # need a process without threads, which a worker of pytest-xdist is not
+    *("cached_plan", "number_of_the_first_call", "weight_of_the_first_call"),
+    "scaled_by",
 }
 # The row counts of these are nobody's choice: what they do at others is what is wrong.
 BY_DEFAULT = {
     *("split_k_above_256", "split_k_at_200", "split_k_for_16_to_64"),
     *("split_k_when_tiles_are_full", "channels_first_4", "persistent_carries_over", "env_choice"),
     *("splits_as_a_number", "epsilon_of_large_batches", "block_by_parity", "block_by_remainder"),
+    *("flag_of_large_batches", "as_many_tiles", "other_weight_of_large_batches"),
+    *("rounded_in_large_batches", "other_output_of_large_batches"),
 }
 ABOVE_64 = (
     *("tf32_or_ieee", "tf32_or_tf32x3", "heuristics_on_m", "alignment_by_rows", "split_k_by_rows"),
@@ -74,6 +79,13 @@ QUICK = (
     (wrong_launches.by_grad_mode, (1, 17), 2, "with gradients recorded"),
     (more_wrong_kernels.first_half_scaled, (1, 3), 2, "another part"),
     (more_wrong_kernels.transposed_weights, (1, 17), 2, "another part"),
+    (wrong_calls.end_of_a_range, (1, 17), 2, "aten::linspace"),
+    (wrong_calls.weight_below_rows, (1, 17), 2, "w of scaled_rows"),
+    (wrong_calls.weight_of_integers, (1, 17), 2, "w of scaled_rows"),
+    (wrong_calls.weight_at_an_index, (1, 17), 2, "w of scaled_rows"),
+    (wrong_calls.weight_at_a_multiple_of_rows, (1, 17), 2, "another view of its storage"),
+    (wrong_calls.weight_with_a_stride_of_rows, (1, 17), 2, "another part"),
+    (wrong_calls.weight_by_seed, (1, 17), 2, "w of scaled_rows"),
 )
 
 
@@ -91,11 +103,19 @@ def test_one_kernel_of_each_cause_gets_no_certificate(function, rows, code, said
     assert said in " ".join(str(found).split())
 
 
-@pytest.mark.full
-def test_a_plan_that_the_first_call_chose_is_found_in_a_process_without_threads():
+@pytest.mark.parametrize(
+    "name",
+    [
+        "wrong_calls.number_of_the_first_call",
+        pytest.param("wrong_calls.weight_of_the_first_call", marks=pytest.mark.full),
+        pytest.param("wrong_launches.cached_plan", marks=pytest.mark.full),
+    ],
+)
+def test_what_the_first_call_chose_is_found_in_a_process_without_threads(name):
+    module, function = name.split(".")
     program = (
-        "import isobit\nfrom tests.certifying.wrong_launches import cached_plan\n"
-        "found = isobit.certify(cached_plan, rows=(1, 17), targets=('sm_90',))\n"
+        f"import isobit\nfrom tests.certifying.{module} import {function}\n"
+        f"found = isobit.certify({function}, rows=(1, 17), targets=('sm_90',))\n"
         "print(found.exit_code, ' '.join(str(found).split()))"
     )
     root = Path(__file__).parents[2]
@@ -131,7 +151,7 @@ def test_fused_products_are_not_hidden_by_as_many_that_the_ptx_has(warps, code):
 
 
 def all_wrong():
-    for module in (wrong_rows, wrong_launches, wrong_inputs, more_wrong_kernels):
+    for module in (wrong_rows, wrong_launches, wrong_inputs, wrong_calls, more_wrong_kernels):
         for name, one in vars(module).items():
             if (
                 inspect.isfunction(one)
@@ -216,6 +236,11 @@ def test_thresholds_between_131_and_60_000_rows_are_named(threshold):
         (more_wrong_kernels.splits_as_a_number, "splits of sum_parts follows another rule (4)"),
         (more_wrong_kernels.epsilon_of_large_batches, "epsilon of add_epsilon"),
         (wrong_rows.float_atomics_large_batches_only, ""),
+        (wrong_calls.flag_of_large_batches, "first of sum_from_first follows another rule (1)"),
+        (wrong_calls.as_many_tiles, "first of sum_from_first follows another rule (4)"),
+        (wrong_calls.other_weight_of_large_batches, "w of scaled_rows"),
+        (wrong_calls.rounded_in_large_batches, "x of scaled_rows is another tensor, or made in"),
+        (wrong_calls.other_output_of_large_batches, "output 0 is another tensor"),
         (right_kernels.positions, ""),
         (right_kernels.gate_and_up, ""),
     ],

@@ -631,20 +631,27 @@ def same_views(mine: tuple[Elements, ...], rows: int, its: tuple[Elements, ...],
 
 
 def follows(one: Elements, rows: int, other: Elements, many: int) -> bool:
-    """Return whether sizes, strides and offset of two views are equal, or in the ratio of the rows."""
-    pairs = [*zip(one[0], other[0], strict=True), (one[2], other[2])]
+    """Return whether sizes, strides and offset of two views are equal, or in the ratio of the rows.
+
+    Strides and the offset may follow the rows only in a storage whose size does: elsewhere they are other elements.
+    """
     # The stride of an axis of one element says nothing.
-    pairs += [
+    places = [
         (a, b)
         for a, b, m, n in zip(one[1], other[1], one[0], other[0], strict=True)
         if m != 1 and n != 1
     ]
-    return all(a == b or a * many == b * rows for a, b in pairs)
+    places.append((one[2], other[2]))
+    pairs = [*zip(one[0], other[0], strict=True), *places]
+    moves = any(a != b for a, b in places)
+    return all(a == b or a * many == b * rows for a, b in pairs) and not (
+        moves and one[3] == other[3]
+    )
 
 
 def only_moves(view: Elements, rows: int) -> bool:
     """Return whether the elements of each row are in the order in which they were, from its first one on."""
-    shape, stride, offset = view
+    shape, stride, offset, _ = view
     inner = min(
         (length for size, length in zip(shape, stride, strict=True) if size == rows), default=0
     )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from isobit.certifying.judging.configurations import Planned, PlannedInputs, Surveyed
-from isobit.certifying.judging.scan import Launch, launched
+from isobit.certifying.judging.scan import RETURNED, Launch, launched
 from isobit.certifying.machine.machine import Machine
 from isobit.certifying.machine.row_paths import (
     NotShownError,
@@ -62,7 +62,8 @@ def follow_setting(surveyed: Surveyed, compiler: Compiler, plans: list[Planned])
     """Return the largest row count that was shown for one setting."""
     launches = {one: launched(surveyed, one)[0] for one in plans}
     for one in plans:
-        launches[one] = [each for each in launches[one] if each.numbers]  # not what may be tuned
+        # Not what may be tuned, and not what is returned.
+        launches[one] = [each for each in launches[one] if each.numbers and each.kernel != RETURNED]
     largest: dict[tuple[str, ...], Planned] = {}
     for one in sorted(plans, key=lambda each: each.rows or 0):
         largest[tuple(each.code for each in launches[one])] = one

@@ -79,6 +79,12 @@ def layout_at(one: View, rows: int, other: View, other_rows: int) -> Layout | No
     axes = len(one.shape)
     if len(found) < len(numbers):
         return None
+    moves = [
+        *(each for each, size in zip(found[axes:-1], one.shape, strict=True) if size != 1),
+        found[-1],
+    ]
+    if one.room == other.room and any(each.per_row for each in moves):
+        return None  # other elements of the same storage
     return Layout(one.dtype, tuple(found[:axes]), tuple(found[axes:-1]), found[-1])
 
 

@@ -4,14 +4,16 @@
 A certificate executes a few row counts. A wrapper may launch something else for others: another kernel from 32,768 rows
 on, another number of warps or splits, a fixed grid when there are more rows than multiprocessors. A launch that is not
 executed costs about a millisecond, so some sixty row counts are launched. Of each launch the scan compares what is
-compiled (the kernel, its constants, its options, which sizes are 1 or divisible by 16), the grid and the whole numbers
-that are passed. Numbers may follow the rows: as a constant, a multiple, or tiles of rows; a rule that fits the judged
-row counts must fit the others.
+compiled (the kernel, its constants, its options, which sizes are 1 or divisible by 16), the grid, the numbers that are
+passed, and which tensors are passed and returned. Numbers may follow the rows: as a constant, a multiple, or tiles of
+rows; a rule that fits the judged row counts must fit the others. A tensor must be one that a judged row count has there
+([Note: identity of inputs] in running/watch.py).
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import select
@@ -25,11 +27,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from blake3 import blake3
 
 from isobit.certifying.judging.configurations import Planned, Surveyed
 from isobit.certifying.running.capture import Choices
 from isobit.certifying.running.compile import Specialised, specialise
 from isobit.certifying.running.execution import Function, Pilot, call
+from isobit.certifying.running.watch import storage_of
 from isobit.errors import IsobitError
 
 ROUNDS = 3  # scans: what the first finds may be executed, and then more may be known
@@ -44,17 +48,27 @@ SCANNED = tuple(
 BYTES, SECONDS = 1 << 29, 4.0  # of tensors that a call may make, and of processor time for a scan
 EXECUTED = 300  # rows; a launch of more is not executed without being asked for
 TILES = np.arange(1, 2049)  # rows of a tile that a rule may have
+RETURNED = "what the function returns"
 PARTS = np.array([1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64, 96, 128])
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch: what is compiled, as texts, and the numbers that are passed."""
+    """One launch: what is compiled, as texts, and the numbers and the tensors that are passed, by their names.
+
+    What the function returns is like a launch behind the others.
+    """
 
     kernel: str
     code: str
     says: str
-    numbers: tuple[tuple[str, float], ...]
+    numbers: tuple[tuple[str, float], ...] = ()
+    tensors: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def whole(self) -> list[Any]:
+        """All of it, as JSON has it."""
+        return [self.code, [list(one) for one in self.numbers], [list(one) for one in self.tensors]]
 
 
 @dataclass
@@ -80,8 +94,14 @@ class Scan(Pilot):
         numbers += [
             (name, value)
             for name, value in zip(made.names, made.arguments, strict=True)
-            if isinstance(value, (int, float)) and not isinstance(value, bool)
+            if isinstance(value, (int, float))
         ]
+        given = {
+            name: value
+            for name, value in zip(made.names, made.arguments, strict=True)
+            if isinstance(value, torch.Tensor)
+        }
+        places, tensors = self.seen(given)
         written = kernel.fn.__code__
         code = (written.co_filename, written.co_firstlineno, kernel.__name__, *made.key)
         self.launches.append(kernel.__name__)
@@ -91,9 +111,47 @@ class Scan(Pilot):
                 kernel.__name__,
                 repr(code),
                 describe(made),
-                tuple((n, float(v)) for n, v in numbers),
+                tuple((n, float(v)) for n, v in [*numbers, *places]),
+                tensors,
             )
         )
+
+    def returned(self, outputs: Sequence[Any]) -> Launch:
+        """Return which tensors the function returns."""
+        tensors = [one for one in outputs if isinstance(one, torch.Tensor)]
+        given = {f"output {number}": one for number, one in enumerate(tensors)}
+        numbers, keys = self.seen(given)
+        return Launch(RETURNED, RETURNED, "", tuple((n, float(v)) for n, v in numbers), keys)
+
+    def seen(
+        self, given: dict[str, torch.Tensor]
+    ) -> tuple[list[tuple[str, int]], tuple[tuple[str, str], ...]]:
+        """Return where tensors are in their storages, and which storages these are."""
+        assert self.watch is not None
+        places, keys = list[tuple[str, int]](), list[tuple[str, str]]()
+        for name, tensor in given.items():
+            key = self.watch.key_of(tensor, name).removeprefix("kept ")
+            if key.startswith("outside"):  # in which sequence they come says nothing
+                key = f"outside {self.content(tensor)}"
+            keys.append((name, key))
+            places.append((f"the offset of {name}", int(tensor.storage_offset())))
+            places += [
+                (f"stride {axis} of {name}", stride)
+                for axis, (size, stride) in enumerate(
+                    zip(tensor.shape, tensor.stride(), strict=True)
+                )
+                if size > 1
+            ]
+        return places, tuple(keys)
+
+    def content(self, tensor: torch.Tensor) -> str:
+        """Return the digest of what a tensor's storage holds."""
+        storage, known = storage_of(tensor), self.known.contents
+        if storage not in known:
+            held = tensor.untyped_storage()
+            memory = (ctypes.c_uint8 * held.nbytes()).from_address(held.data_ptr())
+            known[storage] = blake3(memoryview(memory).cast("B")).hexdigest()[:16]
+        return known[storage]
 
 
 def describe(made: Specialised) -> str:
@@ -134,11 +192,16 @@ class Scanned:
 
 
 class Rules:
-    """The rules that a number may follow: constant, affine in rows, tiles of rows times a number."""
+    """The rules that a number may follow: constant, affine in rows, tiles of rows times a number.
 
-    def __init__(self, points: Sequence[tuple[int, float]]) -> None:
+    A number that was the same at several row counts must be that at all others, unless it is the size of a grid: many
+    small batches have one tile.
+    """
+
+    def __init__(self, points: Sequence[tuple[int, float]], is_grid: bool = True) -> None:
         (first, value), (last, end) = points[0], points[-1]
         self.constant = value if all(v == value for _, v in points) else None
+        self.has_tiles = is_grid or self.constant is None or len(points) == 1
         slope = (end - value) / (last - first) if last != first else 0.0
         self.affine = (value - slope * first, slope)
         if not all(self.affine[0] + slope * r == v for r, v in points) or slope != int(slope):
@@ -163,7 +226,9 @@ class Rules:
     def fit(self, rows: int, number: float) -> bool:
         """Tell whether a value at another number of rows follows a rule."""
         affine = self.affine is not None and self.affine[0] + self.affine[1] * rows == number
-        return self.constant == number or affine or self.keep_tiles(rows, number)
+        if self.constant == number or affine:
+            return True
+        return self.has_tiles and self.keep_tiles(rows, number)
 
 
 def launched(
@@ -174,11 +239,11 @@ def launched(
     scan = Scan(known=surveyed.known, choices=choices, target=surveyed.target, grad=grad)
     outputs = call(surveyed.function, one.given, scan, surveyed.target)
     tuned = [
-        Launch(name, f"{name}: {text}", f"may be tuned to {text}", ())
+        Launch(name, f"{name}: {text}", f"may be tuned to {text}")
         for name, texts in scan.choices.seen.items()
         for text in texts
     ]
-    return scan.found + tuned, scan, outputs
+    return [*scan.found, *tuned, scan.returned(outputs)], scan, outputs
 
 
 def scan_rows(surveyed: Surveyed) -> Scanned:
@@ -206,6 +271,11 @@ def scan_setting(
     single = {one.code for found, _, _ in known.values() for one in found}
     kernels = {one.kernel for found, _, _ in known.values() for one in found}
     rules = number_rules({rows: found for rows, (found, _, _) in known.items()})
+    tensors: dict[tuple[int, str], set[str]] = {}
+    for found, _, _ in known.values():
+        for at, one in enumerate(found):
+            for name, key in one.tensors:
+                tensors.setdefault((at, name), set()).add(key)
     different: dict[str, list[int]] = {}
     watch = known[judged[-1]][1].watch
     size = 0.0 if watch is None else watch.bytes / judged[-1]
@@ -219,7 +289,7 @@ def scan_setting(
         except IsobitError:
             continue  # it does not run, so nothing is claimed
         scanned.counts.append(rows)
-        what = compare(found, codes, single, rules, kernels, rows)
+        what = compare(found, codes, single, rules, kernels, rows) or strangers(found, tensors)
         if what:
             different.setdefault(what, []).append(rows)
     scanned.unjudged += [Unjudged(tuple(rows), what) for what, rows in different.items()]
@@ -234,7 +304,10 @@ def number_rules(known: dict[int, list[Launch]]) -> dict[tuple[int, str], Rules]
         for at, one in enumerate(known[rows]):
             for name, value in one.numbers:
                 points.setdefault((at, name), []).append((rows, value))
-    return {place: Rules(values) for place, values in points.items()}
+    return {
+        place: Rules(values, is_grid=place[1].startswith("the grid"))
+        for place, values in points.items()
+    }
 
 
 def compare(
@@ -252,12 +325,22 @@ def compare(
             return f"{new[0].kernel} is launched, another kernel"
         return f"{new[0].kernel} is another binary: {new[0].says}"
     if tuple(one.code for one in found) not in codes:
-        return f"{len(found)} launches follow each other in another way"
+        return f"{len(found) - 1} launches follow each other in another way"
     for at, one in enumerate(found):
         for name, value in one.numbers:
             rule = rules.get((at, name))
             if rule is not None and not rule.fit(rows, value):
                 return f"{name} of {one.kernel} follows another rule ({value:g})"
+    return ""
+
+
+def strangers(found: list[Launch], tensors: dict[tuple[int, str], set[str]]) -> str:
+    """Return which tensor of a row count no judged one has at this place, or ""."""
+    for at, one in enumerate(found):
+        for name, key in one.tensors:
+            if key not in tensors.get((at, name), ()):
+                what = name if one.kernel == RETURNED else f"{name} of {one.kernel}"
+                return f"{what} is another tensor, or made in another way"
     return ""
 
 
@@ -314,7 +397,7 @@ FIRST_CALL_SECONDS = 20  # that the other process may take
 
 def first_launches(
     function: Function, target: str, plans: Sequence[Planned]
-) -> dict[int, list[str]]:
+) -> dict[int, list[Any]]:
     """Return what row counts launch if they are called from the largest to the smallest.
 
     A plan that is cached by the first call would otherwise be the one of the smallest row count in all calls. The
@@ -334,7 +417,7 @@ def first_launches(
             torch.set_num_threads(1)
             surveyed = Surveyed(function, target, [Planned(rows, settings) for rows in counts])
             found = {
-                rows: [one.code for one in launched(surveyed, Planned(rows, settings))[0]]
+                rows: [one.whole for one in launched(surveyed, Planned(rows, settings))[0]]
                 for rows in reversed(counts)
             }
             text = json.dumps(found)
@@ -369,13 +452,13 @@ def read(reading: int, child: int) -> str:
     return b"".join(parts).decode() or "{}"
 
 
-def compare_first(surveyed: Surveyed, first: dict[int, list[str]]) -> list[Unjudged]:
+def compare_first(surveyed: Surveyed, first: dict[int, list[Any]]) -> list[Unjudged]:
     """Return row counts that launch something else if they are called first."""
     settings = surveyed.plans[0].settings
     different = [
         rows
         for rows, codes in sorted(first.items())
-        if codes != [one.code for one in launched(surveyed, Planned(rows, settings))[0]]
+        if codes != [one.whole for one in launched(surveyed, Planned(rows, settings))[0]]
     ]
     what = "something else is launched if larger row counts are called before: the function keeps what it chose"
     return [Unjudged(tuple(different), what)] if different else []

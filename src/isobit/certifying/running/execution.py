@@ -35,7 +35,7 @@ from isobit.certifying.running.storages import (
     layout_of,
     read_halves,
 )
-from isobit.certifying.running.watch import Known, Watch, storage_of
+from isobit.certifying.running.watch import Known, Watch, room_of, storage_of
 from isobit.errors import ArgumentError, IsobitError, UnsupportedError
 from isobit.order.engines import ENGINE_OF_TARGET
 
@@ -50,7 +50,7 @@ class FunctionError(ArgumentError):
 
 @dataclass
 class View:
-    """A tensor that a pilot saw as an argument: the facts from which names are made."""
+    """A tensor that a pilot saw as an argument: the facts from which names are made; `room` is of its storage."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -58,6 +58,7 @@ class View:
     stride: tuple[int, ...] = ()
     offset: int = 0
     content: torch.Tensor | None = None
+    room: int = 0
 
 
 @dataclass
@@ -100,8 +101,8 @@ class Pilot:
                 self.layouts.add(layout)
                 with _without_modes():
                     copy = value.detach().clone()
-                offset = int(value.storage_offset())
-                view = View(tuple(value.shape), value.dtype, text, value.stride(), offset, copy)
+                place = value.stride(), int(value.storage_offset())
+                view = View(tuple(value.shape), value.dtype, text, *place, copy, room_of(value))
                 self.views.setdefault(key, []).append(view)
 
     def knows(self, storage: int) -> bool:

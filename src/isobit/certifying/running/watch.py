@@ -70,16 +70,16 @@ ORDERLESS = frozenset(
     f"aten::{name}" for name in ("amax", "amin", "any", "all", "argmax", "argmin")
 )
 READS = ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal")  # values go to Python
-# Arguments that say how large a tensor is or where it is, not what it holds. The end of a range says how long it is.
+# Arguments that say how large a tensor is or where it is, not what it holds.
 SIZES = frozenset(
-    ("size", "stride", "layout", "device", "pin_memory", "memory_format", "non_blocking", "end")
+    ("size", "stride", "layout", "device", "pin_memory", "memory_format", "non_blocking")
 )
-
-
+BETWEEN = ("aten::linspace", "aten::logspace")  # the end of another range says how long it is
 SMALL = 1 << 16  # elements that are filled with zeros where their values do not matter
 
 
-Elements = tuple[tuple[int, ...], tuple[int, ...], int]  # shape, stride and offset of a view
+# Shape, stride and offset of a view, and the number of elements of its storage.
+Elements = tuple[tuple[int, ...], tuple[int, ...], int, int]
 
 
 class Receiver(Protocol):
@@ -107,14 +107,15 @@ class Made:
         parents: keys of tensors that it was computed from.
         shape: of the tensor that came with it.
         recipe: digest of the operator, its scalars and the recipes of the parents.
-        exact: the same with whole numbers, which `recipe` leaves out for integer tensors: they may follow the rows.
+        exact: the same with whole numbers, which `recipe` leaves out for integer tensors: they may follow the rows. Of
+            floats that were computed from integers it leaves nothing out, since nobody compares their values.
         says: the operator with its scalars, for messages.
         pointwise: whether every element was computed from one element of each parent, or only moved.
         random: whether its values come from a random generator.
         axes: the axes that the operator reduced, if it says so.
         parts: sizes, strides and offsets of parts that were changed in place.
         floats: whether it was made as floats: then its bits are floats, whatever a view of it is called.
-        views: (shape, stride, offset) of each view that it and its parents were computed from, but for whole tensors.
+        views: of each view that it and its parents were computed from, but for whole tensors.
     """
 
     key: str
@@ -140,12 +141,14 @@ class Known:
         outside: storage -> its key.
         kept: storage -> the key that it had in the call that made it.
         settled: whether all of them have been seen; a storage that comes later belongs to one call.
+        contents: storage -> the digest of what it holds, where somebody asked.
     """
 
     outside: dict[int, str] = field(default_factory=dict)
     kept: dict[int, Made] = field(default_factory=dict)
     alive: list[Any] = field(default_factory=list)
     settled: bool = False
+    contents: dict[int, str] = field(default_factory=dict)
 
 
 def storage_of(tensor: torch.Tensor) -> int:
@@ -156,11 +159,15 @@ def storage_of(tensor: torch.Tensor) -> int:
 def views_of(tensors: list[torch.Tensor]) -> list[Elements]:
     """Return which elements of their storages tensors are, but for those that are all elements in their order."""
     return [
-        (tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+        (tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), room_of(tensor))
         for tensor in tensors
-        if not tensor.is_contiguous()
-        or tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size()
+        if not tensor.is_contiguous() or room_of(tensor) != tensor.numel()
     ]
+
+
+def room_of(tensor: torch.Tensor) -> int:
+    """Return the number of elements of a tensor's storage."""
+    return tensor.untyped_storage().nbytes() // tensor.element_size()
 
 
 def joined(*views: Iterable[Elements]) -> tuple[Elements, ...]:
@@ -201,11 +208,13 @@ def scalars_of(
     some, every = [], []
     for argument, value in given_arguments(func, args, named):
         leaves = _pytree.tree_leaves(value)
-        if argument.name in SIZES or any(
-            isinstance(leaf, (torch.Tensor, torch.Generator)) for leaf in leaves
-        ):
+        is_size = argument.name in SIZES or (
+            argument.name == "end" and func._schema.name not in BETWEEN
+        )
+        if is_size or any(isinstance(leaf, torch.Tensor) for leaf in leaves):
             continue
-        text = f"{argument.name}={value!r}"
+        seeded = isinstance(value, torch.Generator)
+        text = f"{argument.name}={value.initial_seed() if seeded else repr(value)}"
         every.append(text)
         if not any(type(leaf) is int for leaf in leaves):
             some.append(text)
@@ -332,7 +341,8 @@ class Watch(DispatchMode):  # type: ignore[misc]
         floats = tensor.dtype.is_floating_point or tensor.dtype.is_complex
         told = every if floats else some
         start = [operator, str(tensor.dtype), *outside] + ([before.recipe] if before else [])
-        recipe = digest(*start, *told, *(one.recipe for one in others))
+        parts = [one.exact if floats and not one.floats else one.recipe for one in others]
+        recipe = digest(*start, *told, *parts)
         exact = digest(*start, *every, *(one.exact for one in others))
         axes = next((v for a, v in given_arguments(func, args, named) if a.name == "dim"), None)
         pointwise = torch.Tag.pointwise in func.tags or operator in MOVES
