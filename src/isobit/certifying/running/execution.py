@@ -24,6 +24,7 @@ from isobit.certifying.running.compile import (
     absent_driver,
     specialise,
 )
+from isobit.certifying.running.exposed import Exposed, check_written, key_of
 from isobit.certifying.running.refusals import RaceError, place
 from isobit.certifying.running.stand_in import standing_in
 from isobit.certifying.running.storages import (
@@ -94,7 +95,7 @@ class Pilot:
                 continue
             self.alive.append(value)
             text = f"{name} of {kernel.__name__}"
-            key = self.watch.key_of(value, text)
+            key = key_of(self.watch, value, text)
             layout = (key, storage_of(value), *layout_of(value))
             if layout not in self.layouts and value.numel():
                 self.layouts.add(layout)
@@ -159,7 +160,7 @@ class Execution:
     Attributes:
         names: one array [elements] per output, in the order of its index.
         bits: one array of bytes [elements, element size] per output.
-        unwritten: elements of the outputs that no kernel wrote.
+        unwritten: elements of the outputs in uninitialised memory that no kernel wrote.
         machines: the machine and the kernel of each launch, if they record.
     """
 
@@ -235,6 +236,10 @@ class Execution:
 
             machine = self.run_machine(prepared, (*size, 1, 1)[:3], given, made)
             self.dependence.after(machine, self.storages, overlaps)
+            for storage, held in self.storages.held.items():
+                if held.buffer is not None and held.buffer.changed:
+                    text = f"{held.buffer.label} of {kernel.__name__}"
+                    check_written(self.storages.watch, storage, text)
             self.executed += machine.executed
             self.remarks += [
                 f"{made.name}: {what}, at {at}"
@@ -315,8 +320,15 @@ class Execution:
             held = self.storages.held[storage]
             places, size = element_places(tensor), tensor.element_size()
             self.names.append(read_halves(held.names, places, size))
-            halves = places * size // 2
-            self.unwritten += int((held.names[halves] == held.first[halves]).sum())
+            stays = self.names[-1] == read_halves(held.first, places, size)
+            if held.uninitialised:  # elsewhere, what no kernel wrote stays as it was
+                self.unwritten += int(stays.sum())
+            elif (stays & ~held.named[places * size]).any():
+                raise UnsupportedError(
+                    expected="outputs of which kernels are given all elements",
+                    received=f"output {number}, {list(tensor.shape)}: kernels were given only a part of it",
+                    remedy="pass the whole tensor to the kernel, or return the part that it was given",
+                )
             self.bits.append(held.data[(places * size)[:, None] + np.arange(size)].copy())
 
 
@@ -358,6 +370,7 @@ def call(
             standing_in(target),
             captured(receiver, receiver.choices),
             watch,
+            Exposed(watch),
         ):
             torch.manual_seed(SEED)
             found = function(**given)
