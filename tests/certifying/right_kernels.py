@@ -1,5 +1,6 @@
 """Kernels whose rows do not depend on the batch, each the twin of a wrong one."""
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -175,4 +176,118 @@ def product_and_sum(x, y, out, n, BLOCK: tl.constexpr):
 def unfused(rows):
     x, y, out = torch.randn(rows, N), torch.randn(N), torch.empty(rows, N)
     product_and_sum[(rows,)](x, y, out, N, N, enable_fp_fusion=False)
+    return out
+
+
+# ---- one byte per row
+@triton.jit
+def sign_of_sum(x, out, n: tl.constexpr):
+    row, at = tl.program_id(0), tl.arange(0, n)
+    tl.store(out + row, (tl.sum(tl.load(x + row * n + at), axis=0) > 0).to(tl.int8))
+
+
+def int8_per_row(rows):
+    """Two rows share 16 bits, and the last one has none of another row beside it."""
+    x, out = torch.randn(rows, N), torch.empty(rows, dtype=torch.int8)
+    sign_of_sum[(rows,)](x, out, N)
+    return out
+
+
+def uint8_over_zeros(rows):
+    x, out = torch.randn(rows, N), torch.zeros(rows, dtype=torch.uint8)
+    sign_of_sum[(rows,)](x, out, N)
+    return out
+
+
+@triton.jit
+def double_e5m2(x, out):
+    row = tl.program_id(0)
+    bits = tl.load(x + row).to(tl.uint16) << 8
+    tl.store(out + row, bits.to(tl.float16, bitcast=True).to(tl.float32) * 2)
+
+
+def e5m2_as_bytes(rows):
+    """Floats of one byte: each has a name of its own."""
+    x, out = torch.randn(rows).to(torch.float8_e5m2), torch.empty(rows)
+    double_e5m2[(rows,)](x.view(torch.uint8), out)
+    return out
+
+
+def int8_scales(rows):
+    """An integer of one byte per row, of an odd number of rows."""
+    x, out = torch.randn(rows, N), torch.empty(rows, N)
+    scale_each_row[(rows,)](x, torch.full((rows,), 3, dtype=torch.int8), out, N, N)
+    return out
+
+
+# ---- a part of the memory stays as it was
+@triton.jit
+def rotate(x, n: tl.constexpr, half: tl.constexpr):
+    at = tl.program_id(0) * n + tl.arange(0, half)
+    a, b = tl.load(x + at), tl.load(x + at + half)
+    tl.store(x + at, a * 0.6 - b * 0.8)
+    tl.store(x + at + half, a * 0.8 + b * 0.6)
+
+
+def partial_rotary(rows):
+    """In place on the first half of the columns."""
+    x = torch.randn(rows, N)
+    rotate[(rows,)](x, N, N // 4)
+    return x
+
+
+@triton.jit
+def double_odd(x, n: tl.constexpr):
+    at = tl.arange(0, n)
+    value = tl.load(x + tl.program_id(0) * n + at)
+    tl.store(x + tl.program_id(0) * n + at, tl.where(at % 2 == 0, value, value * 2))
+
+
+def every_second_in_place(rows):
+    x = torch.randn(rows, N)
+    double_odd[(rows,)](x, N)
+    return x
+
+
+@triton.jit
+def double_into(x, out, n: tl.constexpr):
+    row, at = tl.program_id(0), tl.arange(0, n)
+    tl.store(out + row * 2 * n + at, tl.load(x + row * n + at) * 2)
+
+
+def padded_by_zeros(rows):
+    x, out = torch.randn(rows, N), torch.zeros(rows, 2 * N)
+    double_into[(rows,)](x, out, N)
+    return out
+
+
+# ---- memory that numpy fills
+def filled_by_numpy(rows):
+    """A buffer of the host is filled and then copied to the GPU."""
+    x, host, out = torch.randn(rows, N), torch.empty(N), torch.empty(rows, N)
+    host.numpy()[:] = np.linspace(0, 1, N)
+    scaled_rows[(rows,)](x, host.to("cuda"), out, N, N)
+    return out
+
+
+def lengths_by_numpy(rows):
+    x, out = torch.randn(rows, N), torch.empty(rows, N)
+    host, device = torch.empty(rows, dtype=torch.int32), torch.empty(rows, dtype=torch.int32)
+    host.numpy()[:] = 3
+    device.copy_(host)
+    scale_each_row[(rows,)](x, device, out, N, N)
+    return out
+
+
+_staged = {}
+
+
+def kept_staging(rows):
+    """The array of numpy is kept from the first call on."""
+    if not _staged:
+        _staged["host"] = torch.empty(N)
+        _staged["array"] = _staged["host"].numpy()
+    _staged["array"][:] = 0.5
+    x, out = torch.randn(rows, N), torch.empty(rows, N)
+    scaled_rows[(rows,)](x, _staged["host"], out, N, N)
     return out

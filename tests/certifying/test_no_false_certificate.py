@@ -28,7 +28,7 @@ from tests.certifying import (
 
 NOT_WRONG = {
     *("mats", "make", "kernel_factory", "blocks", "warps_above", "branch_above"),  # parts of others
-    *("folded", "of_tiles", "finished"),
+    *("folded", "of_tiles", "finished", "sums_by", "tuned_add"),
     *(
         "loop_on_data",
         "heads_before_rows",
@@ -86,6 +86,26 @@ QUICK = (
     (wrong_calls.weight_at_a_multiple_of_rows, (1, 17), 2, "another view of its storage"),
     (wrong_calls.weight_with_a_stride_of_rows, (1, 17), 2, "another part"),
     (wrong_calls.weight_by_seed, (1, 17), 2, "w of scaled_rows"),
+    (wrong_calls.sums_of_calls_before, (1, 3), 2, "a second call has another result"),
+    (wrong_inputs.numpy_changes_weight, (1, 17), 2, "values in w of scaled_rows"),
+    (wrong_inputs.numpy_changes_outside_weight, (1, 17), 2, "values in w of scaled_rows"),
+    (wrong_inputs.numpy_changes_what_is_copied, (1, 17), 2, "values in w of scaled_rows"),
+    (wrong_inputs.numpy_changes_what_is_sorted, (1, 17), 2, "computed by torch (aten::sort)"),
+    (wrong_inputs.numpy_changes_result, (1, 17), 2, "that a kernel wrote"),
+    (wrong_inputs.numpy_keeps_result, (1, 17), 2, "out of scaled_rows was given to numpy"),
+    (wrong_inputs.numpy_changes_between_launches, (1, 17), 2, "changed after a launch"),
+    (wrong_inputs.byte_of_other_row, (1, 3), 1, "depend on another row"),
+    (wrong_inputs.a_part_is_given, (1, 3), 2, "were given only a part of it"),
+    (wrong_launches.warps_by_list_of_lengths, (1, 3), 2, "Tensor.tolist of a value"),
+    (wrong_launches.warps_by_list, (1, 3), 2, "Tensor.tolist of a value"),
+    (wrong_launches.warps_by_numpy, (1, 3), 2, "Tensor.numpy of a value"),
+    (wrong_launches.warps_by_array, (1, 3), 2, "Tensor.__array__ of a value"),
+    (wrong_launches.warps_by_iteration, (1, 3), 2, "of a value that torch computed"),
+    (wrong_launches.warps_by_allclose, (1, 3), 2, "torch.allclose of a value"),
+    (wrong_launches.warps_by_split, (1, 3), 2, "torch.tensor_split of a value"),
+    (wrong_launches.warps_by_array_that_torch_fills, (1, 3), 2, "Tensor.numpy of a value"),
+    (wrong_launches.reset_of_one, (1, 3), 1, "add_into"),
+    (wrong_launches.reset_of_two, (1, 3), 1, "add_into"),
 )
 
 
@@ -192,6 +212,16 @@ RIGHT = (
     (right_kernels.rounded_in_torch, (1, 3)),
     (right_kernels.one_scale, (1, 3)),
     (right_kernels.expanded_weight, (3, 5)),
+    (right_kernels.int8_per_row, (1, 3)),
+    (right_kernels.uint8_over_zeros, (1, 3)),
+    (right_kernels.e5m2_as_bytes, (1, 3)),
+    (right_kernels.int8_scales, (1, 3)),
+    (right_kernels.partial_rotary, (1, 3)),
+    (right_kernels.every_second_in_place, (1, 3)),
+    (right_kernels.padded_by_zeros, (1, 3)),
+    (right_kernels.filled_by_numpy, (1, 3)),
+    (right_kernels.lengths_by_numpy, (1, 3)),
+    (right_kernels.kept_staging, (1, 3)),
 )
 SLOW_TO_REPEAT = {"weight_from_outside", "rounded_in_torch", "one_scale", "scattered", "waits"}
 

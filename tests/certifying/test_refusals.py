@@ -57,6 +57,7 @@ A, B, C = values(0), values(1), values(2)
         (OpcodeError, "atom.global.add.u32 %d, [%o], 1;", "integers"),
         (OpcodeError, "mov.u32 %d, %clock;", "clock"),
         (OpcodeError, "bar.sync 0, 16;", "some threads"),
+        (OpcodeError, "cvt.rn.satfinite.e4m3x2.f32 %h1, %a, %b;", "number of operands"),
         (OpcodeError, "frobnicate.b32 %d, %a;", "frobnicate"),
         (AddressError, "ld.global.b32 %d, [%o+128];", "inside out"),
         (AddressError, "ld.global.b32 %d, [%o-4];", "out"),

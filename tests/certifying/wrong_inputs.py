@@ -1,11 +1,13 @@
 """Kernels whose rows depend on the batch: by which inputs they are given."""
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 
 N = 256
 WEIGHT = torch.randn(N)
+SCALE = torch.ones(N)
 REQUANTISED = (WEIGHT * 16).round() / 16  # a copy with fewer bits, kept for large batches
 
 
@@ -67,3 +69,86 @@ def masked_sum(x, m, out, n, BLOCK: tl.constexpr):
         v = tl.load(x + r * n + at)
         total += tl.sum(tl.where(tl.load(m + r * n + at), v, 0.0), axis=0)
     tl.store(out + r, total)
+
+
+# ---- memory that numpy changes: torch does not see it
+def numpy_changes_weight(rows):
+    """a weight is scaled through numpy, by another factor in large batches"""
+    w, x, out = torch.ones(N), torch.randn(rows, N), torch.empty(rows, N)
+    w.numpy()[:] *= 2 if rows < 16 else 3
+    scaled_rows[(rows,)](x, w, out, N, N)
+    return out
+
+
+def numpy_changes_outside_weight(rows):
+    """the same with a weight that was made before"""
+    x, out = torch.randn(rows, N), torch.empty(rows, N)
+    np.asarray(SCALE)[:] = 2 if rows < 16 else 3
+    scaled_rows[(rows,)](x, SCALE, out, N, N)
+    return out
+
+
+def numpy_changes_what_is_copied(rows):
+    """torch computes the weight from a buffer that numpy filled"""
+    host, x, out = torch.empty(N), torch.randn(rows, N), torch.empty(rows, N)
+    host.numpy()[:] = 2 if rows < 16 else 3
+    scaled_rows[(rows,)](x, host.clone() * 0.5, out, N, N)
+    return out
+
+
+def numpy_changes_what_is_sorted(rows):
+    """a copy that moves elements is not followed"""
+    host, x, out = torch.empty(N), torch.randn(rows, N), torch.empty(rows, N)
+    host.numpy()[:] = 0.5
+    scaled_rows[(rows,)](x, host.sort().values, out, N, N)
+    return out
+
+
+def numpy_changes_result(rows):
+    """numpy scales what a kernel wrote"""
+    x, out = torch.randn(rows, N), torch.zeros(rows, N)
+    scaled_rows[(rows,)](x, WEIGHT, out, N, N)
+    out.numpy()[:] *= 2 if rows < 16 else 3
+    return out
+
+
+def numpy_keeps_result(rows):
+    """the same by an array that was made before the launch"""
+    x, out = torch.randn(rows, N), torch.zeros(rows, N)
+    array = out.numpy()
+    scaled_rows[(rows,)](x, WEIGHT, out, N, N)
+    array *= 2 if rows < 16 else 3
+    return out
+
+
+def numpy_changes_between_launches(rows):
+    """the second launch has another weight, in the same memory"""
+    w, x = torch.ones(N), torch.randn(rows, N)
+    between, out = torch.empty(rows, N), torch.empty(rows, N)
+    array = w.numpy()
+    scaled_rows[(rows,)](x, w, between, N, N)
+    array[:] = 2 if rows < 16 else 3
+    scaled_rows[(rows,)](between, w, out, N, N)
+    return out
+
+
+# ---- bytes
+@triton.jit
+def byte_of_neighbour(x, out):
+    row = tl.program_id(0)
+    bits = tl.load(x + row // 2 * 2).to(tl.uint16) << 8
+    tl.store(out + row, bits.to(tl.float16, bitcast=True).to(tl.float32))
+
+
+def byte_of_other_row(rows):
+    """odd rows read the byte of the even row beside them, in the same 16 bits"""
+    x, out = torch.randn(rows).to(torch.float8_e5m2).view(torch.uint8), torch.empty(rows)
+    byte_of_neighbour[(rows,)](x, out)
+    return out
+
+
+def a_part_is_given(rows):
+    """TRUTH: invariant, and not followed. The kernel has half of the memory that is returned."""
+    x, out = torch.randn(rows, N), torch.zeros(rows, 2 * N)
+    gated[(rows,)](x, x, out.view(-1)[: rows * N], N, N, N)
+    return out

@@ -1,5 +1,6 @@
 """Kernels whose rows depend on the batch: by what is launched, by instructions, by state."""
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -772,3 +773,81 @@ def channels_first_4(rows):
     x, out = torch.randn(64, rows * 4), torch.empty(rows * 4)
     channel_sums[(triton.cdiv(rows * 4, 32),)](x, out, rows * 4, 64, 32)
     return out
+
+
+# ---- values that Python reads without an operator of torch
+@triton.jit
+def sums(x, out, n: tl.constexpr):
+    row, at = tl.program_id(0), tl.arange(0, n)
+    tl.store(out + row, tl.sum(tl.load(x + row * n + at), axis=0))
+
+
+def sums_by(rows, choose):
+    """the number of warps follows what the batch holds"""
+    x, out = torch.randn(rows, N), torch.empty(rows)
+    lengths = torch.full((rows,), N, dtype=torch.int32)
+    sums[(rows,)](x, out, N, num_warps=8 if choose(x, lengths) else 4)
+    return out
+
+
+def warps_by_list_of_lengths(rows):
+    return sums_by(rows, lambda x, lengths: max(lengths.tolist()) > 1000)
+
+
+def warps_by_list(rows):
+    return sums_by(rows, lambda x, lengths: max(x[0].tolist()) > 100)
+
+
+def warps_by_numpy(rows):
+    return sums_by(rows, lambda x, lengths: x.cpu().numpy().max() > 100)
+
+
+def warps_by_array(rows):
+    return sums_by(rows, lambda x, lengths: np.array(lengths).max() > 1000)
+
+
+def warps_by_iteration(rows):
+    return sums_by(rows, lambda x, lengths: any(each > 1000 for each in lengths))
+
+
+def warps_by_allclose(rows):
+    return sums_by(rows, lambda x, lengths: torch.allclose(x, x + 1))
+
+
+def warps_by_split(rows):
+    return sums_by(rows, lambda x, lengths: len(torch.tensor_split(x, lengths.long())[0]) > N)
+
+
+def warps_by_array_that_torch_fills(rows):
+    """the array is made before there is anything in it"""
+
+    def choose(x, lengths):
+        host = torch.empty_like(lengths)
+        array = host.numpy()
+        host.copy_(lengths)
+        return array.max() > 1000
+
+    return sums_by(rows, choose)
+
+
+# ---- reset_to_zero: Triton clears memory while it tunes, and not in the calls after it
+@triton.jit
+def add_into(x, out, n: tl.constexpr):
+    at = tl.program_id(0) * n + tl.arange(0, n)
+    tl.store(out + at, tl.load(out + at) + tl.load(x + at))
+
+
+def tuned_add(rows, *configurations):
+    """adds to memory that nobody initialised"""
+    tuned = triton.autotune(list(configurations), key=["n"], reset_to_zero=["out"])(add_into)
+    x, out = torch.randn(rows, N), torch.empty(rows, N)
+    tuned[(rows,)](x, out, N)
+    return out
+
+
+def reset_of_one(rows):
+    return tuned_add(rows, triton.Config({}))
+
+
+def reset_of_two(rows):
+    return tuned_add(rows, triton.Config({}), triton.Config({}, num_stages=2))

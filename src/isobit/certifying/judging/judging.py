@@ -42,7 +42,7 @@ from isobit.certifying.running.refusals import (
     MachineError,
     RaceError,
 )
-from isobit.certifying.running.storages import Arrangement, Names
+from isobit.certifying.running.storages import Arrangement, Names, Storages
 from isobit.errors import IsobitError
 
 AS_IT_IS = Arrangement()
@@ -106,6 +106,7 @@ class Judge:
         labels: list[int],
         record: bool = False,
         arrangement: Arrangement = AS_IT_IS,
+        earlier: Storages | None = None,
     ) -> tuple[Execution, Rows]:
         """Execute a configuration once; labels are those of rows, wherever the arrangement puts them."""
         self.runs += 1
@@ -118,6 +119,7 @@ class Judge:
             record=record,
             known=surveyed.known,
             arrangement=arrangement,
+            earlier=earlier,
             choices=Choices(dict(one.autotune), labels=surveyed.labels),
         )
         try:
@@ -188,11 +190,31 @@ class Judge:
             rows, labels = runs[-1]
             reason = self.move_rows(one, rows, labels)
             reason = reason or self.change_integers(one, rows, labels)
-        opened = fusable(run) if reason is None else None
-        if opened is not None:
-            outcome = replace(outcome, verdict=REFUSED, reason=opened[0], remedy=opened[1])
+        left = fusable(run) if reason is None else None
+        if reason is None and left is None and found is not None:
+            left = self.call_again(one, run, *runs[-1])
+        if left is not None:
+            outcome = replace(outcome, verdict=REFUSED, reason=left[0], remedy=left[1])
         outcome = self.described(outcome, run, rows, count, reason)
         return outcome, [] if reason else found, rows.names.shape[1]
+
+    def call_again(
+        self, one: Planned, run: Execution, rows: Rows, labels: list[int]
+    ) -> tuple[str, str] | None:
+        """Call the function a second time, if kernels left something behind: the rows must be as in the first call."""
+        assert run.storages is not None
+        left = run.storages.left_behind()
+        if not left:
+            return None
+        again = self.execute(one, labels, earlier=run.storages)[1]
+        if np.array_equal(again.names, rows.names):
+            return None
+        shapes = ", ".join(str(list(held.tensor.shape)) for held in left.values())
+        return (
+            f"kernels read what a call before left in a tensor that the function keeps ({shapes}): a second call has "
+            "another result",
+            "clear it in every call, or make it in the function",
+        )
 
     def labels(self, count: int) -> Iterator[list[int]]:
         """Return labels of rows, the digits of their numbers: of two rows some digit differs."""

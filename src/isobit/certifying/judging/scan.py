@@ -33,6 +33,7 @@ from isobit.certifying.judging.configurations import Planned, Surveyed
 from isobit.certifying.running.capture import Choices
 from isobit.certifying.running.compile import Specialised, specialise
 from isobit.certifying.running.execution import Function, Pilot, call
+from isobit.certifying.running.exposed import key_of
 from isobit.certifying.running.watch import storage_of
 from isobit.errors import IsobitError
 
@@ -130,7 +131,7 @@ class Scan(Pilot):
         assert self.watch is not None
         places, keys = list[tuple[str, int]](), list[tuple[str, str]]()
         for name, tensor in given.items():
-            key = self.watch.key_of(tensor, name).removeprefix("kept ")
+            key = key_of(self.watch, tensor, name).removeprefix("kept ")
             if key.startswith("outside"):  # in which sequence they come says nothing
                 key = f"outside {self.content(tensor)}"
             keys.append((name, key))

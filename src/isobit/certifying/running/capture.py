@@ -113,7 +113,6 @@ def autotuned(choices: Choices) -> Callable[..., Any]:
         everything = {**self.nargs, **named, **chosen.all_kwargs()}
         if chosen.pre_hook is not None:
             chosen.pre_hook(everything)
-        self.pre_hook(everything, reset_only=True)
         found = self.fn.run(*args, **named, **chosen.all_kwargs())
         self.nargs = None
         return found

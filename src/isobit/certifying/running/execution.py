@@ -24,6 +24,7 @@ from isobit.certifying.running.compile import (
     absent_driver,
     specialise,
 )
+from isobit.certifying.running.exposed import Exposed, check_written, key_of
 from isobit.certifying.running.refusals import RaceError, place
 from isobit.certifying.running.stand_in import standing_in
 from isobit.certifying.running.storages import (
@@ -95,7 +96,7 @@ class Pilot:
                 continue
             self.alive.append(value)
             text = f"{name} of {kernel.__name__}"
-            key = self.watch.key_of(value, text)
+            key = key_of(self.watch, value, text)
             layout = (key, storage_of(value), *layout_of(value))
             if layout not in self.layouts and value.numel():
                 self.layouts.add(layout)
@@ -160,7 +161,7 @@ class Execution:
     Attributes:
         names: one array [elements] per output, in the order of its index.
         bits: one array of bytes [elements, element size] per output.
-        unwritten: elements of the outputs that no kernel wrote.
+        unwritten: elements of the outputs in uninitialised memory that no kernel wrote.
         machines: the machine and the kernel of each launch, if they record.
     """
 
@@ -172,6 +173,9 @@ class Execution:
     known: Known = field(default_factory=Known)
     arrangement: Arrangement = field(default_factory=Arrangement)
     storages: Storages | None = None
+    earlier: Storages | None = (
+        None  # of the call before this one, if it is to find what that left behind
+    )
     dependence: Dependence = field(default_factory=lambda: Dependence())
     launched: list[Compiled] = field(default_factory=list)
     machines: list[tuple[Machine, Compiled]] = field(default_factory=list)
@@ -201,6 +205,7 @@ class Execution:
         self.storages = Storages(
             watch, self.inputs, labels, self.nonce, self.arrangement, self.record
         )
+        self.storages.earlier = self.earlier
 
     def launch(
         self, kernel: Any, grid: Any, arguments: tuple[Any, ...], named: dict[str, Any]
@@ -236,6 +241,10 @@ class Execution:
 
             machine = self.run_machine(prepared, (*size, 1, 1)[:3], given, made)
             self.dependence.after(machine, self.storages, overlaps)
+            for storage, held in self.storages.held.items():
+                if held.buffer is not None and held.buffer.changed:
+                    text = f"{held.buffer.label} of {kernel.__name__}"
+                    check_written(self.storages.watch, storage, text)
             self.executed += machine.executed
             self.remarks += [
                 f"{made.name}: {what}, at {at}"
@@ -316,8 +325,15 @@ class Execution:
             held = self.storages.held[storage]
             places, size = element_places(tensor), tensor.element_size()
             self.names.append(read_halves(held.names, places, size))
-            halves = places * size // 2
-            self.unwritten += int((held.names[halves] == held.first[halves]).sum())
+            stays = self.names[-1] == read_halves(held.first, places, size)
+            if held.uninitialised:  # elsewhere, what no kernel wrote stays as it was
+                self.unwritten += int(stays.sum())
+            elif (stays & ~held.named[places * size]).any():
+                raise UnsupportedError(
+                    expected="outputs of which kernels are given all elements",
+                    received=f"output {number}, {list(tensor.shape)}: kernels were given only a part of it",
+                    remedy="pass the whole tensor to the kernel, or return the part that it was given",
+                )
             self.bits.append(held.data[(places * size)[:, None] + np.arange(size)].copy())
 
 
@@ -359,6 +375,7 @@ def call(
             standing_in(target),
             captured(receiver, receiver.choices),
             watch,
+            Exposed(watch),
         ):
             torch.manual_seed(SEED)
             found = function(**given)

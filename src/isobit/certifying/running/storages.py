@@ -20,6 +20,7 @@ import torch
 from isobit.certifying.judging.row_axes import RowAxis
 from isobit.certifying.machine import Buffer, Pointer
 from isobit.certifying.names import names
+from isobit.certifying.running.exposed import check_copies, check_unchanged, is_exposed, key_of
 from isobit.certifying.running.watch import Watch, storage_of
 from isobit.errors import UnsupportedError
 
@@ -83,6 +84,7 @@ class Held:
     first: Names
     named: np.ndarray[Any, np.dtype[np.bool_]]  # per byte
     before: bytes | None  # the content of a storage from outside, which is put back
+    after: bytes | None = None  # what it held when it was put back
     uninitialised: bool = False
     integers: np.ndarray[Any, np.dtype[np.bool_]] | None = None  # halves of integer tensors
     buffer: Buffer | None = None  # of the current launch
@@ -117,6 +119,8 @@ class Storages:
     integers: list[list[bytes]] = field(default_factory=list)  # per integer input: content by row
     held: dict[int, Held] = field(default_factory=dict)
     views: set[tuple[Any, ...]] = field(default_factory=set)  # layouts that were named
+    exposed: dict[int, bytes] = field(default_factory=dict)  # content that numpy can change
+    earlier: Storages | None = None  # of the call before this one
 
     def knows(self, storage: int) -> bool:
         """Tell whether a storage was an argument of a launch."""
@@ -151,8 +155,14 @@ class Storages:
         """Return a tensor's first element in the buffer that begins at a byte of its storage; elements are named."""
         if not tensor.numel():
             return Buffer(np.zeros(0, dtype=np.uint8), np.zeros(0, dtype=np.uint64))
+        storage = storage_of(tensor)
         held = self.hold(tensor, text)
+        if storage in self.exposed:
+            before = self.exposed[storage]
+            check_unchanged(self.watch, storage, text, before, held.data.tobytes())
         self.name_view(held, tensor)
+        if is_exposed(self.watch, storage):
+            self.exposed[storage] = held.data.tobytes()
         start = first_byte(tensor)
         if start % 2:
             raise UnsupportedError(
@@ -182,7 +192,8 @@ class Storages:
         """
         storage = storage_of(tensor)
         if storage not in self.held:
-            key = self.watch.key_of(tensor, text)
+            check_copies(self.watch, tensor, text)
+            key = key_of(self.watch, tensor, text)
             if key.startswith("kept") and any(held.key == key for held in self.held.values()):
                 raise UnsupportedError(
                     expected="tensors that the function keeps between calls to be told apart",
@@ -194,17 +205,18 @@ class Storages:
             empty = key.startswith("scratch") and storage not in self.watch.filled
             if empty:
                 data[:] = 0xFF  # NaN, so that a kernel that reads it gives no plausible number
-            before = None if storage in self.watch.made else data.tobytes()
+            made_here = storage in self.watch.made and not is_exposed(self.watch, storage)
+            before = None if made_here else data.tobytes()
             halves = self.anonymous(key, (len(data) + 1) // 2, empty)
+            known = np.zeros(len(data), dtype=bool)
+            left = None if self.earlier is None else self.earlier.left_behind().get(storage)
+            if left is not None:
+                data[:] = np.frombuffer(left.after, dtype=np.uint8)  # type: ignore[arg-type]
+                halves, known[:] = left.names.copy(), True
+            # What is left behind counts as written: this call may write the same again.
+            first = halves.copy() if left is None else ~halves
             self.held[storage] = Held(
-                tensor,
-                key,
-                data,
-                halves,
-                halves.copy(),
-                np.zeros(len(data), dtype=bool),
-                before,
-                uninitialised=empty,
+                tensor, key, data, halves, first, known, before, uninitialised=empty
             )
         return self.held[storage]
 
@@ -232,9 +244,9 @@ class Storages:
         if made is not None:
             write_halves(held.names, places, made[fresh], size)
         else:
-            raw = held.data[: len(held.data) // 2 * 2].view(np.uint16)
+            odd = len(held.data) % 2  # the machine puts a zero after the last byte
+            raw = np.append(held.data, np.zeros(odd, np.uint8)).view(np.uint16)
             halves = np.unique((places * size)[:, None] + np.arange(0, size, 2)) // 2
-            halves = halves[halves < len(raw)]
             held.names[halves] = names.fixed_half(raw[halves])
             if not tensor.dtype.is_floating_point:
                 if held.integers is None:
@@ -309,10 +321,19 @@ class Storages:
             if held.integers is not None:
                 held.integers[:] = integers
 
+    def left_behind(self) -> dict[int, Held]:
+        """Return the storages from outside that kernels wrote: the next call finds them so."""
+        return {
+            storage: held
+            for storage, held in self.held.items()
+            if held.after is not None and held.written
+        }
+
     def restore(self) -> None:
         """Put back the content of storages that the function did not make."""
         for held in self.held.values():
             if held.before is not None:
+                held.after = held.data.tobytes()
                 held.data[:] = np.frombuffer(held.before, dtype=np.uint8)
 
 
@@ -345,7 +366,11 @@ def write_halves(
     elif size == 2:
         halves[places] = names.half16(made)
     elif size == 1:
-        halves[places // 2] = names.half16(made)
+        for odd in (0, 1):  # two elements may be the two bytes of one half
+            mine = (places & 1) == odd
+            half, new = places[mine] // 2, made[mine]
+            other = names.byte_of(halves[half], 1 - odd)
+            halves[half] = names.half_of_bytes(*((other, new) if odd else (new, other)))
     else:
         for part in range(size // 2):
             halves[places * (size // 2) + part] = names.VALUE | names.mix(made, np.uint64(part))
@@ -355,7 +380,10 @@ def read_halves(halves: Names, places: np.ndarray[Any, np.dtype[np.int64]], size
     """Return one name per element from the names of its halves."""
     if size == 4:
         return names.join(halves[2 * places], halves[2 * places + 1])
-    if size <= 2:
-        return names.value16(halves[places * size // 2])
+    if size == 2:
+        return names.value16(halves[places])
+    if size == 1:
+        found = halves[places // 2]
+        return np.where(places & 1, names.byte_of(found, 1), names.byte_of(found, 0))
     parts = [halves[places * (size // 2) + part] for part in range(size // 2)]
     return names.mix(*parts)

@@ -27,6 +27,9 @@ def convert(instruction: Instruction) -> Step:
     if len(instruction.parts) < 3:
         raise unknown(instruction, "types of")
     to, source = instruction.parts[-2:]
+    pair = 3 if to in ("bf16x2", "f16x2") and source == "f32" else 2
+    if len(instruction.operands) != pair:  # such as two fp32 values to a pair of fp8
+        raise unknown(instruction, "number of operands of")
     modifiers = set(instruction.parts[1:-2])
     if to in ("bf16x2", "f16x2") and source == "f32" and modifiers == {"rn"}:
         return narrow_pair(instruction, to.removesuffix("x2"))
