@@ -1,9 +1,9 @@
 """Watch what leaves torch while a function runs: values that Python reads, and memory that numpy can change.
 
 [Note: memory that numpy sees]
-`Tensor.numpy()` passes no operator of torch, so a dispatch mode does not see it, and what numpy writes later is not seen
-at all. A storage that was given to numpy is therefore named as one that is made outside torch in every call: by the
-argument that it is passed as, and its content is compared between row counts. It is never taken for scratch memory.
+`Tensor.numpy()` passes no operator of torch, so a dispatch mode does not see it, and what numpy writes later is not
+seen at all. A storage that was given to numpy is therefore named as one that is made outside torch in every call: by
+the argument that it is passed as, and its content is compared between row counts. It is never taken for scratch memory.
 Torch may copy it element by element before the launch; a kernel may not write it, and it may not change between two
 launches.
 """
@@ -92,7 +92,7 @@ class Exposed(FunctionMode):  # type: ignore[misc]
 def exposed(
     watch: Watch, recipe: str, shape: tuple[int, ...], floats: bool, parents: tuple[str, ...]
 ) -> Made:
-    """Return what is known of a storage that numpy can change, and keep it in the history."""
+    """Make the entry of a storage that numpy can change, and keep it in the history."""
     key = watch.numbered("numpy", NUMPY, recipe)
     made = Made(key, NUMPY, parents, shape, recipe, recipe, NUMPY, floats=floats)
     watch.history[key] = made
