@@ -830,6 +830,14 @@ def warps_by_array_that_torch_fills(rows):
     return sums_by(rows, choose)
 
 
+def grid_by_lengths(rows):
+    """the grid is a function, which reads a value"""
+    x, out = torch.randn(rows, N), torch.empty(rows)
+    lengths = torch.full((rows,), N, dtype=torch.int32)
+    sums[lambda given: (rows + (lengths.max().item() > 1000),)](x, out, N)
+    return out
+
+
 # ---- reset_to_zero: Triton clears memory while it tunes, and not in the calls after it
 @triton.jit
 def add_into(x, out, n: tl.constexpr):
