@@ -803,7 +803,7 @@ def warps_by_numpy(rows):
 
 
 def warps_by_array(rows):
-    return sums_by(rows, lambda x, lengths: np.array(lengths).max() > 1000)
+    return sums_by(rows, lambda x, lengths: np.asarray(lengths).max() > 1000)
 
 
 def warps_by_iteration(rows):
