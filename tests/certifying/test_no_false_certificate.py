@@ -104,6 +104,7 @@ QUICK = (
     (wrong_launches.warps_by_allclose, (1, 3), 2, "torch.allclose of a value"),
     (wrong_launches.warps_by_split, (1, 3), 2, "torch.tensor_split of a value"),
     (wrong_launches.warps_by_array_that_torch_fills, (1, 3), 2, "Tensor.numpy of a value"),
+    (wrong_launches.grid_by_lengths, (1, 3), 2, "aten::_local_scalar_dense of a value"),
     (wrong_launches.reset_of_one, (1, 3), 1, "add_into"),
     (wrong_launches.reset_of_two, (1, 3), 1, "add_into"),
 )

@@ -803,7 +803,7 @@ def warps_by_numpy(rows):
 
 
 def warps_by_array(rows):
-    return sums_by(rows, lambda x, lengths: np.array(lengths).max() > 1000)
+    return sums_by(rows, lambda x, lengths: np.asarray(lengths).max() > 1000)
 
 
 def warps_by_iteration(rows):
@@ -828,6 +828,14 @@ def warps_by_array_that_torch_fills(rows):
         return array.max() > 1000
 
     return sums_by(rows, choose)
+
+
+def grid_by_lengths(rows):
+    """the grid is a function, which reads a value"""
+    x, out = torch.randn(rows, N), torch.empty(rows)
+    lengths = torch.full((rows,), N, dtype=torch.int32)
+    sums[lambda given: (rows + (lengths.max().item() > 1000),)](x, out, N)
+    return out
 
 
 # ---- reset_to_zero: Triton clears memory while it tunes, and not in the calls after it

@@ -83,12 +83,14 @@ class Pilot:
     choices: Choices = field(default_factory=Choices)
     keeps: bool = True  # whether what the call makes is remembered
     grad: bool = False  # whether torch records gradients
+    target: str = ""
 
     def launch(
         self, kernel: Any, grid: Any, arguments: tuple[Any, ...], named: dict[str, Any]
     ) -> None:
         """Note the tensors of a launch."""
         self.launches.append(kernel.__name__)
+        self.call_grid(kernel, grid, arguments, named)
         given = dict(zip(kernel.arg_names, arguments, strict=False)) | named
         assert self.watch is not None
         for name, value in given.items():
@@ -105,6 +107,19 @@ class Pilot:
                 place = value.stride(), int(value.storage_offset())
                 view = View(tuple(value.shape), value.dtype, text, *place, copy, room_of(value))
                 self.views.setdefault(key, []).append(view)
+
+    def call_grid(
+        self, kernel: Any, grid: Any, arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> None:
+        """Call a grid that is a function while torch is watched: it may read values."""
+        if not callable(grid):
+            return
+        try:
+            with _without_modes():
+                bound = specialise(kernel, self.target, arguments, named).bound
+        except IsobitError:
+            return  # the execution says what it is
+        grid(bound)
 
     def knows(self, storage: int) -> bool:
         """Return False: a pilot does not judge."""
@@ -363,7 +378,7 @@ def call(
     """
     watch = Watch(receiver, receiver.known, lazy=isinstance(receiver, Pilot) and not receiver.keeps)
     if isinstance(receiver, Pilot):
-        receiver.watch = watch
+        receiver.watch, receiver.target = watch, target
     else:
         receiver.attach(watch)
     began = time.perf_counter()

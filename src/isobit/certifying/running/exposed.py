@@ -92,7 +92,7 @@ class Exposed(FunctionMode):  # type: ignore[misc]
 def exposed(
     watch: Watch, recipe: str, shape: tuple[int, ...], floats: bool, parents: tuple[str, ...]
 ) -> Made:
-    """Return what is known of a storage that numpy can change, and keep it in the history."""
+    """Make the entry of a storage that numpy can change, and keep it in the history."""
     key = watch.numbered("numpy", NUMPY, recipe)
     made = Made(key, NUMPY, parents, shape, recipe, recipe, NUMPY, floats=floats)
     watch.history[key] = made
