@@ -249,3 +249,51 @@ def test_a_certificate_without_it_says_what_it_is_about():
     assert found.kept
     assert not found.most_rows
     assert "For the row counts tried only: a branch follows the rows" in conclude(found)
+
+
+# ---- integers that overflow, or lose their upper half, above some number of rows ------------------
+@triton.jit
+def falling_offset(x, out, N: tl.constexpr):
+    row, column = tl.program_id(0), tl.arange(0, N)
+    falls = (row * -1000003).to(tl.int64)
+    at = row.to(tl.int64) * (1000003 + N) + falls
+    tl.store(out + row.to(tl.int64) * N + column, tl.load(x + at + column) * 2)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def cancelling_offset(x, out, rows, N: tl.constexpr):
+    row, column = tl.program_id(0), tl.arange(0, N)
+    left = ((rows - row) * 4096).to(tl.int64)
+    at = rows.to(tl.int64) * 4096 - left - row.to(tl.int64) * (4096 - N)
+    tl.store(out + row.to(tl.int64) * N + column, tl.load(x + at + column) * 2)
+
+
+@triton.jit
+def lower_half(x, out, N: tl.constexpr):
+    row, column = tl.program_id(0), tl.arange(0, N)
+    half = tl.inline_asm_elementwise(
+        "{ .reg .b16 a, b; mov.b32 {a, b}, $1; cvt.u32.u16 $0, a; }",
+        "=r,r",
+        [row],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+    at = half.to(tl.int64) * N
+    tl.store(out + row.to(tl.int64) * N + column, tl.load(x + at + column) * 2)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "has_rows", "most"),
+    [(falling_offset, False, 2147), (cancelling_offset, True, 1 << 19), (lower_half, False, 0)],
+)
+def test_no_row_count_is_claimed_above_which_an_integer_overflows(kernel, has_rows, most):
+    def function(rows):
+        x, out = torch.randn(rows, N), torch.empty(rows, N)
+        kernel[(rows,)](x, out, *[rows] * has_rows, N)
+        return out
+
+    found = isobit.certify(function, rows=(1, 17), targets=("sm_90",))
+    assert found.exit_code == 0, str(found)
+    assert found.most_rows <= most
+    assert bool(found.most_rows) == bool(most)

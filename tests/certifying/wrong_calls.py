@@ -1,15 +1,19 @@
 """Kernels whose rows depend on the batch: by what torch computes before the launch, or by calls before this one."""
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from tests.certifying.wrong_inputs import N, scaled_rows
+from tests.certifying.wrong_inputs import N, gated, scaled_rows
 
 LARGE = 5000  # more rows than any certificate executes
 TABLE = torch.randn(1 << 16)
 WEIGHTS = torch.randn(2, N)
-SUMS = torch.zeros(256, N)
+OTHER = torch.randn(N)
+ALIASED = torch.randn(N)
+ALIAS = ALIASED.numpy()
+SUMS = torch.zeros(4096, N)
 _kept = {}
 
 
@@ -80,6 +84,68 @@ def weight_with_a_stride_of_rows(rows):
 def weight_by_seed(rows):
     """the weight is drawn by a generator whose seed is the number of rows"""
     return scaled_by(rows, torch.randn(N, generator=torch.Generator().manual_seed(rows)))
+
+
+def copy_of_another_weight(rows):
+    """one of two tensors from outside, copied by torch"""
+    return scaled_by(rows, (OTHER if rows < 16 else ALIASED) * 2)
+
+
+def copy_of_an_array(rows):
+    """an array of numpy, which is not a tensor from outside, copied by torch"""
+    array = np.arange(N, dtype=np.float32) * (1 if rows < 16 else 2)
+    return scaled_by(rows, torch.from_numpy(array) + 1)
+
+
+def weight_that_numpy_knew_before(rows):
+    """an array that shares its memory with a weight was made before the function"""
+    ALIAS[0] = rows
+    return scaled_by(rows, ALIASED)
+
+
+def less_the_first_row(rows):
+    """torch takes the first row from all, which is no operator over rows"""
+    x, out = torch.randn(rows, N), torch.empty(rows, N)
+    scaled_rows[(rows,)](x - x[0], WEIGHTS[0], out, N, N)
+    return out
+
+
+def first_row_expanded(rows):
+    """the first row is copied to all"""
+    x, out = torch.randn(rows, N), torch.empty(rows, N)
+    gated[(rows,)](x, x[:1].expand(rows, N).contiguous(), out, N, N, N)
+    return out
+
+
+def first_number_of_all(rows):
+    """a number of the first row scales all"""
+    x, out = torch.randn(rows, N), torch.empty(rows, N)
+    scaled_rows[(rows,)](x * x.view(-1)[:1], WEIGHTS[0], out, N, N)
+    return out
+
+
+def weight_by_the_seed_of_torch(rows):
+    """the weight is drawn after torch's own generator was seeded with the number of rows"""
+    torch.manual_seed(rows)
+    return scaled_by(rows, torch.randn(N))
+
+
+@triton.jit
+def sum_by_programs(x, out, n, BLOCK: tl.constexpr):
+    """begins a sum at another block if the grid has a second row of programs"""
+    r = tl.program_id(0)
+    total = 0.0
+    for j in range(0, n, BLOCK):
+        at = (j + (tl.num_programs(1) - 1) * BLOCK) % n + tl.arange(0, BLOCK)
+        total += tl.sum(tl.load(x + r * n + at), axis=0)
+    tl.store(out + r, total)
+
+
+def second_axis_of_large_batches(rows):
+    """the grid has a second axis, which is 1 in all small batches"""
+    x, out = torch.randn(rows, N), torch.empty(rows)
+    sum_by_programs[(rows, triton.cdiv(rows, 2000))](x, out, N, 64)
+    return out
 
 
 def number_of_the_first_call(rows):

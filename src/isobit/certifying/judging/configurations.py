@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -633,7 +634,8 @@ def same_views(mine: tuple[Elements, ...], rows: int, its: tuple[Elements, ...],
 def follows(one: Elements, rows: int, other: Elements, many: int) -> bool:
     """Return whether sizes, strides and offset of two views are equal, or in the ratio of the rows.
 
-    Strides and the offset may follow the rows only in a storage whose size does: elsewhere they are other elements.
+    Strides and the offset may follow the rows only in a storage whose size does: elsewhere they are other elements. In
+    a storage that has rows, a view that has none is of some rows: it would be read for all.
     """
     # The stride of an axis of one element says nothing.
     places = [
@@ -644,14 +646,21 @@ def follows(one: Elements, rows: int, other: Elements, many: int) -> bool:
     places.append((one[2], other[2]))
     pairs = [*zip(one[0], other[0], strict=True), *places]
     moves = any(a != b for a, b in places)
-    return all(a == b or a * many == b * rows for a, b in pairs) and not (
-        moves and one[3] == other[3]
+    has_rows = any(
+        a != b and (x or y) for a, b, x, y in zip(one[0], other[0], one[1], other[1], strict=True)
+    )
+    grows = one[3] != other[3]
+    return all(a == b or a * many == b * rows for a, b in pairs) and (
+        has_rows if grows else not moves
     )
 
 
 def only_moves(view: Elements, rows: int) -> bool:
     """Return whether the elements of each row are in the order in which they were, from its first one on."""
-    shape, stride, offset, _ = view
+    shape, stride, offset, room = view
+    kept = [size for size, length in zip(shape, stride, strict=True) if length and size > 1]
+    if rows > 1 and math.prod(kept) != room and not any(size % rows == 0 for size in kept):
+        return False  # some rows, not all
     inner = min(
         (length for size, length in zip(shape, stride, strict=True) if size == rows), default=0
     )

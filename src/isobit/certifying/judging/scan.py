@@ -13,7 +13,6 @@ rows; a rule that fits the judged row counts must fit the others. A tensor must 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import select
@@ -27,14 +26,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from blake3 import blake3
 
 from isobit.certifying.judging.configurations import Planned, Surveyed
 from isobit.certifying.running.capture import Choices
 from isobit.certifying.running.compile import Specialised, specialise
 from isobit.certifying.running.execution import Function, Pilot, call
 from isobit.certifying.running.exposed import key_of
-from isobit.certifying.running.watch import storage_of
 from isobit.errors import IsobitError
 
 ROUNDS = 3  # scans: what the first finds may be executed, and then more may be known
@@ -133,7 +130,7 @@ class Scan(Pilot):
         for name, tensor in given.items():
             key = key_of(self.watch, tensor, name).removeprefix("kept ")
             if key.startswith("outside"):  # in which sequence they come says nothing
-                key = f"outside {self.content(tensor)}"
+                key = f"outside {self.watch.content(tensor)}"
             keys.append((name, key))
             places.append((f"the offset of {name}", int(tensor.storage_offset())))
             places += [
@@ -144,15 +141,6 @@ class Scan(Pilot):
                 if size > 1
             ]
         return places, tuple(keys)
-
-    def content(self, tensor: torch.Tensor) -> str:
-        """Return the digest of what a tensor's storage holds."""
-        storage, known = storage_of(tensor), self.known.contents
-        if storage not in known:
-            held = tensor.untyped_storage()
-            memory = (ctypes.c_uint8 * held.nbytes()).from_address(held.data_ptr())
-            known[storage] = blake3(memoryview(memory).cast("B")).hexdigest()[:16]
-        return known[storage]
 
 
 def describe(made: Specialised) -> str:
@@ -195,14 +183,14 @@ class Scanned:
 class Rules:
     """The rules that a number may follow: constant, affine in rows, tiles of rows times a number.
 
-    A number that was the same at several row counts must be that at all others, unless it is the size of a grid: many
-    small batches have one tile.
+    A number that was the same at several row counts must be that at all others, unless it may be one of tiles: many
+    small batches have one.
     """
 
-    def __init__(self, points: Sequence[tuple[int, float]], is_grid: bool = True) -> None:
+    def __init__(self, points: Sequence[tuple[int, float]], may_grow: bool = True) -> None:
         (first, value), (last, end) = points[0], points[-1]
         self.constant = value if all(v == value for _, v in points) else None
-        self.has_tiles = is_grid or self.constant is None or len(points) == 1
+        self.has_tiles = may_grow or self.constant is None or len(points) == 1
         slope = (end - value) / (last - first) if last != first else 0.0
         self.affine = (value - slope * first, slope)
         if not all(self.affine[0] + slope * r == v for r, v in points) or slope != int(slope):
@@ -266,17 +254,25 @@ def scan_setting(
     surveyed: Surveyed, settings: Any, judged: list[int], scanned: Scanned, began: float
 ) -> None:
     """Scan the row counts of one setting."""
-    known = {rows: launched(surveyed, Planned(rows, settings)) for rows in judged}
+    known = {}
+    for rows in judged:
+        surveyed.known.contents.clear()  # what is kept may hold something else now
+        known[rows] = launched(surveyed, Planned(rows, settings))
     surveyed.programs |= {rows: scan.programs for rows, (_, scan, _) in known.items()}
     codes = {tuple(one.code for one in found) for found, _, _ in known.values()}
     single = {one.code for found, _, _ in known.values() for one in found}
     kernels = {one.kernel for found, _, _ in known.values() for one in found}
     rules = number_rules({rows: found for rows, (found, _, _) in known.items()})
     tensors: dict[tuple[int, str], set[str]] = {}
-    for found, _, _ in known.values():
+    for rows, (found, _, _) in known.items():
         for at, one in enumerate(found):
             for name, key in one.tensors:
                 tensors.setdefault((at, name), set()).add(key)
+                if len({each for each in tensors[at, name] if each.startswith("outside")}) > 1:
+                    text = (
+                        f"{name} of {one.kernel} is a tensor from outside that holds other values"
+                    )
+                    scanned.unsettled.append(Unjudged((rows,), text))
     different: dict[str, list[int]] = {}
     watch = known[judged[-1]][1].watch
     size = 0.0 if watch is None else watch.bytes / judged[-1]
@@ -305,8 +301,11 @@ def number_rules(known: dict[int, list[Launch]]) -> dict[tuple[int, str], Rules]
         for at, one in enumerate(known[rows]):
             for name, value in one.numbers:
                 points.setdefault((at, name), []).append((rows, value))
+    grids = {place for place in points if place[1].startswith("the grid")}
+    # If an axis of a grid follows the rows, the others do not.
+    grown = {at for at, name in grids if len({value for _, value in points[at, name]}) > 1}
     return {
-        place: Rules(values, is_grid=place[1].startswith("the grid"))
+        place: Rules(values, may_grow=place in grids and place[0] not in grown)
         for place, values in points.items()
     }
 
@@ -393,7 +392,7 @@ def small(rows: Iterable[int]) -> list[int]:
 
 # Launches of a row count that is called first, in a process of its own: a wrapper may keep what it chose.
 
-FIRST_CALL_SECONDS = 20  # that the other process may take
+FIRST_CALL_SECONDS = 60  # that the other process may take
 
 
 def first_launches(
@@ -403,7 +402,7 @@ def first_launches(
 
     A plan that is cached by the first call would otherwise be the one of the smallest row count in all calls. The
     calls are made in a copy of this process, so that they leave nothing behind; {} if there is none, as with threads:
-    then `not_looked_for` says so.
+    then `not_looked_for` says so. A row count has [] if the copy was too slow or failed.
     """
     settings = plans[0].settings if plans else ()
     counts = sorted({p.rows for p in plans if p.rows is not None and p.settings == settings})
@@ -426,7 +425,8 @@ def first_launches(
             os.write(writing, text.encode())
         os._exit(0)
     os.close(writing)
-    return {int(rows): codes for rows, codes in json.loads(read(reading, child)).items()}
+    found = json.loads(read(reading, child))
+    return {rows: found.get(str(rows), []) for rows in counts}
 
 
 def not_looked_for() -> str:
@@ -461,5 +461,8 @@ def compare_first(surveyed: Surveyed, first: dict[int, list[Any]]) -> list[Unjud
         for rows, codes in sorted(first.items())
         if codes != [one.whole for one in launched(surveyed, Planned(rows, settings))[0]]
     ]
+    if first and not any(first.values()):
+        text = "whether the function keeps what it chose in its first call could not be seen"
+        return [Unjudged(tuple(sorted(first)), text)]
     what = "something else is launched if larger row counts are called before: the function keeps what it chose"
     return [Unjudged(tuple(different), what)] if different else []

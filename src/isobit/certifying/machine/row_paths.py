@@ -223,7 +223,7 @@ class RowPaths:
         kind, _, axis = name.partition(".")
         if axis == self.axis and kind in ("%ctaid", "%clusterid"):
             return replace(constant(0), position=1)
-        if axis == self.axis and kind in ("%nctaid", "%nclusterid"):
+        if kind in ("%nctaid", "%nclusterid"):
             return Unknown("the size of the grid")
         below = {
             "%tid.x": self.program.threads,
@@ -239,7 +239,7 @@ class RowPaths:
         found: Value | None = None
         for each in writers:
             made, guard = self.result(each), each.guard
-            if isinstance(each.operands[0], Pair) and not is_shared(made):
+            if isinstance(each.operands[0], (Pair, Vector)) and not is_shared(made):
                 made = Unknown(f"two results of {each.opcode}, at {place(each)}")
             if (
                 guard is not None
@@ -488,8 +488,9 @@ class RowPaths:
         for index, most in self.widest.items():
             found = self.registers[index]
             assert isinstance(found, Number)
-            per_row = Fraction(found.position) / self.per_program + found.rows
-            if per_row > 0:
+            # Of the first program and of the last, whichever is larger or more negative.
+            first, last = Fraction(found.rows), found.rows + found.position / self.per_program
+            if per_row := max(abs(first), abs(last)):
                 limit = min(limit, int((LIMIT - 1 - most) / per_row))
         return limit
 
@@ -633,9 +634,13 @@ def linear(instruction: Instruction, numbers: list[Number]) -> Value | None:
     parts = instruction.parts
     operation = parts[0]
     if operation in KEPT and len(numbers) == 1:
-        good = operation != "cvt" or all(each in WHOLE for each in parts[-2:])
-        wide = operation != "cvt" or WIDTHS.get(parts[-2], 0) >= 32
-        return numbers[0] if good and wide else None
+        target, source = instruction.operands[:2]
+        kinds = parts[-2:] if operation == "cvt" else parts[-1:]
+        wide = all(WIDTHS.get(each, 64) >= 32 for each in kinds)
+        good = operation != "cvt" or all(each in WHOLE for each in kinds)
+        # A register of halves, or made of halves, is another number.
+        whole = isinstance(target, Register) and not isinstance(source, (Vector, Pair))
+        return numbers[0] if good and wide and whole else None
     if operation in ("add", "sub") and len(numbers) == 2 and len(parts) == 2:
         return numbers[0].plus(numbers[1], 1 if operation == "add" else -1)
     if operation == "shl" and len(numbers) == 2 and numbers[1].value is not None:

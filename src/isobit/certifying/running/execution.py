@@ -36,12 +36,11 @@ from isobit.certifying.running.storages import (
     layout_of,
     read_halves,
 )
-from isobit.certifying.running.watch import Known, Watch, room_of, storage_of
+from isobit.certifying.running.watch import SEED, Known, Watch, room_of, storage_of
 from isobit.errors import ArgumentError, IsobitError, UnsupportedError
 from isobit.order.engines import ENGINE_OF_TARGET
 
 Function = Callable[..., Any]
-SEED = 0
 HOME = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # isobit's own package
 
 

@@ -13,6 +13,7 @@ the judge compares it between row counts.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -43,6 +44,10 @@ MOVES = frozenset(
         *("clone", "_to_copy", "copy", "cat", "stack", "copy_", "fill_", "zero_"),
         *("normal_", "uniform_", "random_", "bernoulli_", "exponential_"),
     )
+)
+OVERWRITES = frozenset(
+    f"aten::{name}_"
+    for name in ("zero", "fill", "copy", "normal", "uniform", "random", "bernoulli", "exponential")
 )
 CONSTANT = frozenset(
     f"aten::{name}"
@@ -75,6 +80,8 @@ SIZES = frozenset(
     ("size", "stride", "layout", "device", "pin_memory", "memory_format", "non_blocking")
 )
 BETWEEN = ("aten::linspace", "aten::logspace")  # the end of another range says how long it is
+SEED = 0  # of torch, when a function is called
+STAYS = 1 << 22  # bytes of a storage from outside that is looked at once
 SMALL = 1 << 16  # elements that are filled with zeros where their values do not matter
 
 
@@ -141,7 +148,7 @@ class Known:
         outside: storage -> its key.
         kept: storage -> the key that it had in the call that made it.
         settled: whether all of them have been seen; a storage that comes later belongs to one call.
-        contents: storage -> the digest of what it holds, where somebody asked.
+        contents: storage from outside -> the digest of what it holds, if it is large.
     """
 
     outside: dict[int, str] = field(default_factory=dict)
@@ -218,6 +225,8 @@ def scalars_of(
         every.append(text)
         if not any(type(leaf) is int for leaf in leaves):
             some.append(text)
+    if func._schema.name in RANDOM and torch.initial_seed() != SEED:
+        every.append(f"torch.manual_seed({torch.initial_seed()})")
     return some, every
 
 
@@ -327,20 +336,20 @@ class Watch(DispatchMode):  # type: ignore[misc]
                 return
         kind = "scratch" if operator in UNINITIALISED else "tensor"
         read = [] if operator in VALUELESS else given
+        whole = room_of(tensor) == tensor.numel()
+        if operator in OVERWRITES and whole and given[0] is tensor:
+            read, before = given[1:], None  # what it held is gone
         others = [
             self.made[s]
             for t in read
             if (s := storage_of(t)) in self.made and (before is None or s != storage)
         ]
-        outside = [
-            self.known.outside.get(s, "outside")
-            for t in read
-            if (s := storage_of(t)) not in self.made
-        ]
+        outside = [self.origin_of(t) for t in read if storage_of(t) not in self.made]
         some, every = scalars_of(func, args, named)
         floats = tensor.dtype.is_floating_point or tensor.dtype.is_complex
-        told = every if floats else some
-        start = [operator, str(tensor.dtype), *outside] + ([before.recipe] if before else [])
+        told = [*every, *outside] if floats else some
+        every = [*every, *outside]
+        start = [operator, str(tensor.dtype)] + ([before.recipe] if before else [])
         parts = [one.exact if floats and not one.floats else one.recipe for one in others]
         recipe = digest(*start, *told, *parts)
         exact = digest(*start, *every, *(one.exact for one in others))
@@ -362,7 +371,6 @@ class Watch(DispatchMode):  # type: ignore[misc]
             views=joined(*(one.views for one in others), views_of(read)),
         )
         if before is not None:
-            whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
             part = (*tensor.shape, *tensor.stride(), tensor.storage_offset(), tensor.numel())
             made = replace(
                 made,
@@ -374,6 +382,28 @@ class Watch(DispatchMode):  # type: ignore[misc]
                 views=joined(before.views, made.views),
             )
         self.made[storage] = self.history[made.key] = made
+
+    def origin_of(self, tensor: torch.Tensor) -> str:
+        """Return what identifies a tensor that torch did not make in this call: how it was made, or what it holds."""
+        storage, known = storage_of(tensor), self.known
+        if storage in known.kept:
+            return known.kept[storage].recipe
+        if storage not in known.outside and not known.settled:
+            known.outside[storage] = f"outside {len(known.outside)}"
+            known.alive.append(tensor.untyped_storage())
+        return f"outside {self.content(tensor)}"
+
+    def content(self, tensor: torch.Tensor) -> str:
+        """Return the digest of what a tensor's storage holds; what is large is taken to stay."""
+        storage, held = storage_of(tensor), tensor.untyped_storage()
+        known, size = self.known.contents, held.nbytes()
+        if storage in known:
+            return known[storage]
+        memory = (ctypes.c_uint8 * size).from_address(held.data_ptr())
+        found = blake3(memoryview(memory).cast("B")).hexdigest()[:16]
+        if size > STAYS and storage in self.known.outside:  # which is kept alive
+            known[storage] = found
+        return found
 
     def numbered(self, kind: str, operator: str, recipe: str) -> str:
         """Return the key of the next tensor of a recipe."""
