@@ -1,26 +1,28 @@
 """`python -m benchmarks full_check`: every test, in shards that are kept, so that a stopped run goes on where it was.
 
-A shard is every n-th test file. What pytest found in it is stored in build/full under the digest of sources, tests and
-documentation, so results of other code are never taken for those of this code. docs/results and what is shipped as
-evidence are not in the digest: records are made between shards, and `./check` tests both in minutes. Called by
-`./check --full`, which installs what the tests need. Hours; exit code 1 if a test failed or no test ran.
+A shard is every n-th test file. What pytest found in it is stored in docs/results/full with the digest of sources and
+tests, so results of other code are never taken for those of this code, and a run of hours may be spread over machines.
+Pages, records and what makes them are not in the digest: they change between shards, and `./check` tests them in
+minutes. Called by `./check --full`, which installs what the tests need. Exit code 1 if a test failed or no test ran.
 """
 
 import argparse
+import json
 import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from blake3 import blake3
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.records import NOT_SOURCES, ROOT, git, modified_sources, sources_digest
+from benchmarks.records import NOT_DECIDING, NOT_SOURCES, ROOT, SOURCES, git, modified_sources
 
-SHARDS = 12
+SHARDS = 24
+NOT_IN_DIGEST = (*NOT_SOURCES, *NOT_DECIDING, "benchmarks/full_check.py")
 
 
 @dataclass(frozen=True)
@@ -33,36 +35,33 @@ class Shard:
     skipped: tuple[str, ...]  # reasons
     seconds: float
 
-    def cells(self) -> list[str]:
+    def cells(self, commit: str) -> list[str]:
         failed = ", ".join(self.failed) or "none"
         minutes = f"{self.seconds / 60:.0f}"
-        return [self.name, str(self.passed), failed, str(len(self.skipped)), minutes]
+        return [self.name, commit, str(self.passed), failed, str(len(self.skipped)), minutes]
 
 
 def digest() -> str:
     """Return a digest of the commit's sources and tests, and of what differs from the commit."""
-    made = [f":!{path}" for path in ("docs/results", *NOT_SOURCES)]
-    listed = git("ls-tree", "-r", "HEAD", "--", "tests", "docs", "pyproject.toml").splitlines()
-    found = sources_digest() + "\n".join(line for line in listed if "\tdocs/results/" not in line)
-    found += git("diff", "HEAD", "--", ".", *made)
-    found += git("ls-files", "--others", "--exclude-standard", "--", ".", *made)
+    listed = git("ls-tree", "-r", "HEAD", "--", *SOURCES, "tests", "pyproject.toml").splitlines()
+    found = "\n".join(line for line in listed if not line.endswith(NOT_IN_DIGEST))
+    left_out = [f":!{path}" for path in ("docs", *NOT_IN_DIGEST)]
+    found += git("diff", "HEAD", "--", ".", *left_out)
+    found += git("ls-files", "--others", "--exclude-standard", "--", ".", *left_out)
     return blake3(found.encode()).hexdigest()[:16]
 
 
-def run(shard: int, shards: int, path: Path) -> None:
-    """Run one shard; its file appears only when pytest has ended."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".unfinished")
+def run(shard: int, shards: int, output: Path) -> None:
+    """Run one shard; pytest writes what it found to a file."""
     words = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", "-m", "full or not full"]
-    words += ["--shard", f"{shard}/{shards}", f"--junitxml={unfinished}"]
+    words += ["--shard", f"{shard}/{shards}", f"--junitxml={output}"]
     environment = os.environ | {"OMP_WAIT_POLICY": "PASSIVE"}
     done = subprocess.run([sys.executable, "-m", "pytest", *words], cwd=ROOT, env=environment)
     if done.returncode not in (0, 1):  # stopped, or not collected
         raise SystemExit(done.returncode)
-    unfinished.replace(path)
 
 
-def read(path: Path) -> Shard:
+def read_junit(path: Path) -> Shard:
     """Read what pytest wrote of a shard."""
     suites = ElementTree.parse(path).getroot().findall("testsuite")
     cases = [case for suite in suites for case in suite.findall("testcase")]
@@ -75,7 +74,28 @@ def read(path: Path) -> Shard:
             skipped.append(left.get("message", ""))
     seconds = sum(float(suite.get("time", "0")) for suite in suites)
     passed = len(cases) - len(failed) - len(skipped)
-    return Shard(path.stem, passed, tuple(failed), tuple(skipped), seconds)
+    return Shard(path.stem, passed, tuple(failed), tuple(skipped), round(seconds, 1))
+
+
+def keep(found: Shard, path: Path, code: str) -> None:
+    """Store what a shard found, and of which code."""
+    record = {"digest": code, "commit": git("rev-parse", "--short=7", "HEAD"), **asdict(found)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(record, indent=1) + "\n")
+    unfinished.replace(path)
+
+
+def kept(path: Path, code: str) -> tuple[Shard, str] | None:
+    """Return a stored shard with its commit, if it is of this code."""
+    if not path.exists():
+        return None
+    record = json.loads(path.read_text())
+    commit = record.pop("commit")
+    if record.pop("digest") != code:
+        return None
+    lists = {name: tuple(record[name]) for name in ("failed", "skipped")}
+    return Shard(**(record | lists)), commit
 
 
 def main(words: list[str]) -> int:
@@ -86,16 +106,19 @@ def main(words: list[str]) -> int:
     options = parser.parse_args(words)
     if modified_sources():
         print(f"the sources differ from the commit: {modified_sources()}", file=sys.stderr)
-    home = ROOT / "build" / "full" / digest()
-    paths = [home / f"{at}-of-{options.shards}.xml" for at in range(1, options.shards + 1)]
+    home, code = ROOT / "docs" / "results" / "full", digest()
+    paths = [home / f"{at}-of-{options.shards}.json" for at in range(1, options.shards + 1)]
     for at, path in enumerate(paths, start=1):
-        if not path.exists() and at in (options.only or range(1, options.shards + 1)):
+        if not kept(path, code) and at in (options.only or range(1, options.shards + 1)):
             print(f"shard {at} of {options.shards}", file=sys.stderr, flush=True)
-            run(at, options.shards, path)
-    shards = [read(path) for path in paths if path.exists()]
-    table = Table("shard", "passed", "failed", "skipped", "minutes")
-    for each in shards:
-        table.add_row(*each.cells())
+            output = ROOT / "build" / "full" / f"{path.stem}.xml"
+            run(at, options.shards, output)
+            keep(read_junit(output), path, code)
+    found = [shard for path in paths if (shard := kept(path, code))]
+    shards = [shard for shard, _ in found]
+    table = Table("shard", "commit", "passed", "failed", "skipped", "minutes")
+    for shard, commit in found:
+        table.add_row(*shard.cells(commit))
     Console(width=160).print(table)
     reasons = sorted({reason for each in shards for reason in each.skipped})
     print(*(f"skipped: {reason}" for reason in reasons), sep="\n")

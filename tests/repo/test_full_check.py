@@ -50,7 +50,7 @@ XML = """<testsuites><testsuite name="pytest" time="90.0">
 def test_what_pytest_found_is_counted(tmp_path):
     path = tmp_path / "1-of-3.xml"
     path.write_text(XML)
-    found = full_check.read(path)
+    found = full_check.read_junit(path)
     assert (found.passed, found.skipped, found.seconds) == (1, ("no GPU",), 90)
     assert found.failed == ("tests.a::test_bad", "tests.a::test_broken")
 
@@ -66,14 +66,15 @@ def test_what_pytest_found_is_counted(tmp_path):
 def test_shards_that_ran_are_not_run_again(tmp_path, monkeypatch, capsys, xml, code):
     ran = []
 
-    def run(shard, shards, path):
+    def run(shard, shards, output):
         ran.append((shard, shards))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(xml)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(xml)
 
     monkeypatch.setattr(full_check, "ROOT", tmp_path)
     monkeypatch.setattr(full_check, "run", run)
     monkeypatch.setattr(full_check, "digest", lambda: "this-code")
+    monkeypatch.setattr(full_check, "git", lambda *words: "1234567")
     monkeypatch.setattr(full_check, "modified_sources", lambda: "")
     assert full_check.main(["--shards", "2", "--only", "2"]) == code
     assert "1 of 2 shards ran" in capsys.readouterr().out
