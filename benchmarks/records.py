@@ -2,8 +2,9 @@
 
 A record is a JSON file in docs/results/records: the command, commit, date and machine, the digest of its sources,
 tables, the lines that were printed beside them, how long it took, and the exit code if it was 1. The sources of a
-record are the whole package with its kernels, and those benchmarks, examples and tests that its command imports or
-names, so that a benchmark that is mended does not make the records of all others anew.
+record are the kernels, the package's data, the modules of the package that its processes loaded (Python says which, for
+each process), and those benchmarks, examples and tests that its command imports or names. So a module or a benchmark
+that is mended makes only those records anew that it can have changed.
 `python -m benchmarks pages` writes records into the pages. `record --all` makes every record that is not of these
 sources: first those whose times are shown, one after the other, then the others, `--jobs` at a time. It can be
 stopped, and goes on where it was. Hours.
@@ -12,14 +13,17 @@ stopped, and goes on where it was. Hours.
 import argparse
 import datetime
 import json
+import os
 import re
 import shlex
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import IO
 
 from blake3 import blake3
 
@@ -185,7 +189,13 @@ def is_current(name: str) -> bool:
         return False
     record = json.loads(path.read_text())
     is_command = record["command"] == COMMANDS[name].replace(" --json", "")
-    return is_command and record.get("sources") == sources_digest("HEAD", sources_of(name))
+    sources = sources_of(name, modules=loaded(record))
+    return is_command and record.get("sources") == sources_digest("HEAD", sources)
+
+
+def loaded(record: dict) -> list[str] | None:
+    """Return the modules of the package that a recorded run loaded, if that was seen."""
+    return record["modules"].split() if "modules" in record else None
 
 
 def sources_digest(commit: str = "HEAD", paths: tuple[str, ...] = SOURCES) -> str:
@@ -196,11 +206,14 @@ def sources_digest(commit: str = "HEAD", paths: tuple[str, ...] = SOURCES) -> st
     ]
 
 
-def sources_of(name: str, commit: str = "HEAD") -> tuple[str, ...]:
+def sources_of(
+    name: str, commit: str = "HEAD", modules: list[str] | None = None
+) -> tuple[str, ...]:
     """Return the files and folders that decide a record: the package, and what its command imports or names.
 
-    Imports of modules of `benchmarks` and `tests` are followed, as text; a package is its whole folder. A command that
-    runs tests is decided by all of them.
+    Of the package, those modules that were loaded, with all its data; the whole of it if it was not seen what was
+    loaded. Imports of modules of `benchmarks` and `tests` are followed, as text; a package is its whole folder. A
+    command that runs tests is decided by all of them.
     """
     if name == "full-check":
         return (*SOURCES, "tests")
@@ -218,7 +231,18 @@ def sources_of(name: str, commit: str = "HEAD") -> tuple[str, ...]:
         if path in files - found - NOT_DECIDING:
             found.add(path)
             waiting += mentioned(git("show", f"{commit}:{path}")) if path.endswith(".py") else []
-    return (*PACKAGE, *sorted(found))
+    return (*package_files(commit, modules), *sorted(found))
+
+
+def package_files(commit: str, modules: list[str] | None) -> tuple[str, ...]:
+    """Return the files of these modules and what is no Python in the package, or the whole package for None."""
+    if modules is None:
+        return PACKAGE
+    files = git("ls-tree", "-r", "--name-only", commit, "--", "src").splitlines()
+    data = [file for file in files if not file.endswith(".py")]
+    places = ["src/" + module.replace(".", "/") for module in modules]
+    loaded = {f"{place}{end}" for place in places for end in (".py", "/__init__.py")} & set(files)
+    return (*PACKAGE[1:], *data, *sorted(loaded))
 
 
 def mentioned(text: str) -> list[str]:
@@ -260,13 +284,14 @@ def make(name: str, output: Path | None = None, commit: str = "HEAD") -> int:
         first, *rest = shlex.split(command)
         python = {"python": [sys.executable], "isobit": [sys.executable, "-m", "isobit"]}
         run, start = [*python.get(first, [first]), *rest], time.monotonic()
-        done = subprocess.run(run, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-        printed, code = done.stdout, done.returncode
+        printed, code, modules = run_and_watch(run)
         keep = ROOT / "build" / "records" / f"{name}.txt"
         keep.parent.mkdir(parents=True, exist_ok=True)
         keep.write_text(printed)
         if code not in (0, 1):
             raise subprocess.CalledProcessError(code, run)
+        sources = sources_of(name, commit, modules)
+        record |= {"sources": sources_digest(commit, sources), "modules": " ".join(modules)}
         record |= {"minutes": round((time.monotonic() - start) / 60, 1)}
         record |= {"exit": 1} if code else {}
     record |= read_json(json.loads(printed)) if "--json" in command else read_text(printed)
@@ -274,6 +299,34 @@ def make(name: str, output: Path | None = None, commit: str = "HEAD") -> int:
         raise ValueError(f"{command} printed no table")
     save(name, record)
     return code
+
+
+def run_and_watch(words: list[str]) -> tuple[str, int, list[str]]:
+    """Run a command; return what it printed, its exit code, and the package's modules that its processes loaded."""
+    environment = os.environ | {"PYTHONPROFILEIMPORTTIME": "1"}
+    pipe = subprocess.PIPE
+    modules: set[str] = set()
+
+    def watch(lines: IO[bytes]) -> None:
+        for line in lines:
+            found = re.search(rb"import time: .*\| +(isobit[\w.]*)\s*$", line)
+            if found:
+                modules.add(found[1].decode())
+            elif not line.startswith(b"import time:"):
+                sys.stderr.buffer.write(line)
+                sys.stderr.flush()
+
+    with subprocess.Popen(words, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe) as started:
+        assert started.stdout
+        assert started.stderr
+        watching = threading.Thread(target=watch, args=(started.stderr,))
+        watching.start()
+        printed = started.stdout.read().decode()
+        watching.join()
+    code = started.returncode
+    if not modules:
+        raise ValueError("no process of the command loaded a module of the package")
+    return printed, code, sorted(modules)
 
 
 def describe_run(name: str, commit: str) -> dict[str, str | int]:

@@ -3,10 +3,12 @@
 import gzip
 import io
 import json
+import re
 import runpy
 import shlex
 import shutil
 import subprocess
+import sys
 import tarfile
 from pathlib import Path
 
@@ -198,7 +200,7 @@ def test_a_record_is_of_the_sources_that_it_says(name):
     if known.returncode:
         pytest.skip("this clone does not have that commit")
     if "sources" in record:  # records of older benchmarks name their commit alone
-        sources = records.sources_of(name, record["commit"])
+        sources = records.sources_of(name, record["commit"], records.loaded(record))
         assert record["sources"] == records.sources_digest(record["commit"], sources)
 
 
@@ -220,6 +222,28 @@ def test_sources_of_a_record_are_those_that_its_command_reaches():
     assert "benchmarks/certificates.py" not in records.sources_of("certify")
     assert "examples/grpo_vllm.py" in records.sources_of("vllm-grpo")
     assert "tests" in records.sources_of("full-check")
+
+
+def test_a_run_says_which_modules_its_processes_loaded(capfdbinary):
+    """Those of a child too; sources of a record are these, and the package's data and kernels."""
+    child = "import isobit.order.plan"
+    code = f"import isobit.bits, subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    code += "; print('shown'); sys.stderr.write('told'); sys.exit(1)"
+    printed, exit_code, modules = records.run_and_watch([sys.executable, "-c", code])
+    assert (printed, exit_code) == ("shown\n", 1)
+    assert b"told" in capfdbinary.readouterr().err
+    assert {"isobit", "isobit.bits", "isobit.order.plan"} <= set(modules)
+    sources = records.sources_of("linear", modules=modules)
+    assert {
+        "csrc",
+        "src/isobit/order/plan.py",
+        "src/isobit/__init__.py",
+        "benchmarks/linear.py",
+    } <= set(sources)
+    assert "src/isobit/library/softmax.contract.yaml" in sources
+    assert not any(re.match(r"src/isobit/certifying/.*[.]py$", each) for each in sources)
+    with pytest.raises(ValueError, match="no process"):
+        records.run_and_watch([sys.executable, "-c", "1"])
 
 
 def test_sources_are_told_apart(monkeypatch):
@@ -266,9 +290,10 @@ def test_a_record_says_what_its_command_found(monkeypatch, tmp_path):
     monkeypatch.setattr(records, "RECORDS", tmp_path)
     monkeypatch.setattr(records, "ROOT", tmp_path)
     monkeypatch.setattr(records, "describe_run", lambda name, commit: {"commit": "x"})
+    monkeypatch.setattr(records, "git", lambda *words: "")
 
     def ending_with(code, printed):
-        program = f"import sys; print({printed!r}); sys.exit({code})"
+        program = f"import isobit.bits, sys; print({printed!r}); sys.exit({code})"
         monkeypatch.setitem(records.COMMANDS, "linear", f"python -c {shlex.quote(program)}")
         return records.make("linear")
 
