@@ -24,6 +24,7 @@ from tests.certifying import (
     wrong_inputs,
     wrong_launches,
     wrong_rows,
+    wrong_values,
 )
 
 NOT_WRONG = {
@@ -38,7 +39,9 @@ NOT_WRONG = {
     "splits_of_a_setting",
     # need a process without threads, which a worker of pytest-xdist is not
     *("cached_plan", "number_of_the_first_call", "weight_of_the_first_call"),
-    "scaled_by",
+    *("scaled_by", "scaled_with", "shares_of", "times_function", "times_kernel"),
+    *("weight_by_exponentials", "views_of_one_weight", "numbers_of_all_kinds"),  # right
+    "weight_read_by_python",
 }
 # The row counts of these are nobody's choice: what they do at others is what is wrong.
 BY_DEFAULT = {
@@ -46,6 +49,7 @@ BY_DEFAULT = {
     *("split_k_when_tiles_are_full", "channels_first_4", "persistent_carries_over", "env_choice"),
     *("splits_as_a_number", "epsilon_of_large_batches", "block_by_parity", "block_by_remainder"),
     *("flag_of_large_batches", "as_many_tiles", "other_weight_of_large_batches"),
+    *("kernel_of_a_factory", "another_weight_of_large_batches"),
     *("rounded_in_large_batches", "other_output_of_large_batches", "second_axis_of_large_batches"),
 }
 ABOVE_64 = (
@@ -57,6 +61,7 @@ ROWS = {
     **dict.fromkeys(ABOVE_64, (1, 66)),
     "float_atomics_large_batches_only": (1, 130),
     "channels_first": (1, 32),
+    "statistics_of_the_batch": (3, 17),
     "spin_lock": (1, 3),
     "num_programs_start": (1, 3),
 }
@@ -83,20 +88,33 @@ QUICK = (
     (wrong_calls.weight_below_rows, (1, 17), 2, "w of scaled_rows"),
     (wrong_calls.weight_of_integers, (1, 17), 2, "w of scaled_rows"),
     (wrong_calls.weight_at_an_index, (1, 17), 2, "w of scaled_rows"),
-    (wrong_calls.weight_at_a_multiple_of_rows, (1, 17), 2, "another view of its storage"),
+    (wrong_calls.weight_at_a_multiple_of_rows, (1, 17), 2, "one view of its storage"),
     (wrong_calls.weight_with_a_stride_of_rows, (1, 17), 2, "another part"),
     (wrong_calls.weight_by_seed, (1, 17), 2, "w of scaled_rows"),
     (wrong_calls.less_the_first_row, (1, 17), 2, "another part"),
     (wrong_calls.first_row_expanded, (1, 17), 2, "another part"),
     (wrong_calls.first_number_of_all, (1, 17), 2, "another part"),
-    (wrong_calls.weight_by_the_seed_of_torch, (1, 17), 2, "w of scaled_rows"),
+    (wrong_calls.weight_by_the_seed_of_torch, (1, 17), 2, "x of scaled_rows"),
     (wrong_calls.copy_of_another_weight, (1, 17), 2, "w of scaled_rows"),
     (wrong_calls.copy_of_an_array, (1, 17), 2, "w of scaled_rows"),
     (wrong_calls.weight_that_numpy_knew_before, (1, 17), 2, "holds other values"),
     (wrong_calls.sums_of_calls_before, (1, 3), 2, "a second call has another result"),
-    (wrong_inputs.numpy_changes_weight, (1, 17), 2, "values in w of scaled_rows"),
-    (wrong_inputs.numpy_changes_outside_weight, (1, 17), 2, "values in w of scaled_rows"),
-    (wrong_inputs.numpy_changes_what_is_copied, (1, 17), 2, "values in w of scaled_rows"),
+    (wrong_values.largest_of_outside_rows, (1, 17), 2, "w of scaled_rows"),
+    (wrong_values.warps_by_outside_rows, (1, 17), 2, "aten::_local_scalar_dense of a value"),
+    (wrong_values.second_of_one_recipe, (1, 17), 2, "w of scaled_rows"),
+    (wrong_values.copy_of_another_half, (1, 17), 2, "w of scaled_rows"),
+    (wrong_values.channels_last_rows, (1, 17), 2, "x of shares"),
+    (wrong_values.last_row_is_flagged, (3, 17), 2, "flags of by_flag"),
+    (wrong_values.warps_by_the_number_of_some_value, (1, 17), 2, "aten::index of a value"),
+    (wrong_values.changed_in_a_thread, (1, 17), 2, "w of scaled_rows"),
+    (wrong_values.changed_in_a_thread_between_launches, (1, 17), 2, "changed after a launch"),
+    (wrong_values.changed_by_a_hook, (1, 17), 2, "made by aten::mul_(other=3)"),
+    (wrong_values.function_of_a_factory, (1, 17), 1, "the number of rows"),
+    (wrong_values.precision_by_rows, (1, 17), 2, "aten::mm"),
+    (wrong_values.another_weight_of_large_batches, None, 2, "w of scaled_rows holds other"),
+    (wrong_inputs.numpy_changes_weight, (1, 17), 2, "w of scaled_rows"),
+    (wrong_inputs.numpy_changes_outside_weight, (1, 17), 2, "w of scaled_rows"),
+    (wrong_inputs.numpy_changes_what_is_copied, (1, 17), 2, "w of scaled_rows"),
     (wrong_inputs.numpy_changes_what_is_sorted, (1, 17), 2, "computed by torch (aten::sort)"),
     (wrong_inputs.numpy_changes_result, (1, 17), 2, "that a kernel wrote"),
     (wrong_inputs.numpy_keeps_result, (1, 17), 2, "out of scaled_rows was given to numpy"),
@@ -179,7 +197,8 @@ def test_fused_products_are_not_hidden_by_as_many_that_the_ptx_has(warps, code):
 
 
 def all_wrong():
-    for module in (wrong_rows, wrong_launches, wrong_inputs, wrong_calls, more_wrong_kernels):
+    modules = (wrong_rows, wrong_launches, wrong_inputs, wrong_calls, wrong_values)
+    for module in (*modules, more_wrong_kernels):
         for name, one in vars(module).items():
             if (
                 inspect.isfunction(one)
@@ -230,6 +249,10 @@ RIGHT = (
     (right_kernels.filled_by_numpy, (1, 3)),
     (right_kernels.lengths_by_numpy, (1, 3)),
     (right_kernels.kept_staging, (1, 3)),
+    (wrong_values.weight_by_exponentials, (1, 3)),
+    (wrong_values.views_of_one_weight, (1, 3)),
+    (wrong_values.numbers_of_all_kinds, (1, 3)),
+    (wrong_values.weight_read_by_python, (1, 3)),
 )
 SLOW_TO_REPEAT = {"weight_from_outside", "rounded_in_torch", "one_scale", "scattered", "waits"}
 

@@ -6,12 +6,13 @@ import difflib
 import inspect
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from isobit import bits
 from isobit.certifying.judging.layouts import Layout, find_layouts, fixed_layout
 from isobit.certifying.judging.row_axes import RowAxis, describe_shape, find_row_axis
 from isobit.certifying.records import TensorRead
@@ -25,11 +26,24 @@ from isobit.certifying.running.execution import (
     name_of,
 )
 from isobit.certifying.running.storages import Placed
-from isobit.certifying.running.watch import ORDERLESS, Elements, Known, Made
+from isobit.certifying.running.watch import (
+    CONSTANT,
+    MOVES,
+    ORDERLESS,
+    OUTSIDE,
+    RANDOM,
+    Elements,
+    Known,
+    Made,
+)
 from isobit.errors import ArgumentError, UnsupportedError
 
 ROWS = (1, 3, 16, 64, 70, 130)
 FAR = 131  # more rows than a tile has, so that an axis padded to whole tiles changes, too
+COPIES = MOVES | CONSTANT | RANDOM | {OUTSIDE}  # whose results have the bits of what they are given
+ROUNDED = (
+    16  # units in the last place of the largest value, by which what torch computes may be off
+)
 CHAIN = 4  # operators behind a tensor that a message names
 Settings = tuple[tuple[str, Any], ...]
 
@@ -385,11 +399,8 @@ class Surveyed:
         return content
 
     def fill(self, one: Planned, key: str, tensor: torch.Tensor) -> None:
-        """Give an input the values of the largest configuration: floats, to compare bits, and integers that were drawn.
-
-        Integers that torch draws have no other meaning than to be some: a row has the same in every configuration.
-        """
-        if not tensor.dtype.is_floating_point and not self.is_drawn(one, key):
+        """Give floats the values of the largest configuration, to compare bits: torch's own may be an ulp off."""
+        if not tensor.dtype.is_floating_point:
             return
         content = self.twin(one, key, tensor)
         overlaps = any(
@@ -404,69 +415,98 @@ class Surveyed:
         watch = self.pilots[one.plain].watch
         return None if watch is None else watch.history.get(key)
 
-    def is_drawn(self, one: Planned, key: str) -> bool:
-        """Tell whether torch drew a tensor in the same way in this and the largest configuration."""
-        mine, its = self.made(one, key), self.made(self.largest, key)
-        return mine is not None and its is not None and mine.random and mine.exact == its.exact
-
     def check_values(self, one: Planned) -> None:
-        """Raise an error if a row's integers are others in another configuration, or if torch combined rows.
+        """Raise an error if an input holds something else in another configuration, or if torch combined rows.
 
-        Rows are compared only with rows that have the same integers: if those of a row followed the number of rows,
-        the row would be compared with nothing.
+        Elements with one name must have one value: of a row, the same at any number of rows.
         """
-        for key, views in self.pilots[one.plain].views.items():
-            for view in views:
-                floats = view.dtype.is_floating_point or getattr(
-                    self.made(one, key), "floats", False
-                )
-                floats = floats and not key.startswith("fresh")
-                if not floats and "scratch" not in key.split()[:2]:
-                    self.check_view(one, key, view)
         self.check_combined(one)
+        for key, views in self.pilots[one.plain].views.items():
+            if not self.has_scratch(one, key):
+                self.check_parts(one, key)
+                for view in views:
+                    self.check_view(one, key, view)
+
+    def has_scratch(self, one: Planned, key: str) -> bool:
+        """Tell whether a tensor holds memory that nobody has initialised."""
+        watch = self.pilots[one.plain].watch
+        made = [] if watch is None else ancestors(key, watch.history)
+        return any("scratch" in each.split()[:2] for each in (key, *(a.key for a in made)))
 
     def check_view(self, one: Planned, key: str, view: View) -> None:
-        """Raise an error if a view's values are others in the largest configuration."""
+        """Raise an error if a view's values are others in another configuration."""
         assert view.content is not None
-        if self.is_drawn(one, key):
-            return
         axis = self.row_axis(one, key, view)
-        if axis is None and not key.startswith("fresh"):
-            return
-        for other in self.plans:
-            its = next(
-                (v for v in self.pilots[other].views.get(key, ()) if v.argument == view.argument),
-                None,
-            )
-            if its is None or its.content is None or other.rows is None or one.rows is None:
-                continue
+        floats = view.dtype.is_floating_point or view.dtype.is_complex
+        floats = floats or getattr(self.made(one, key), "floats", False)
+        if axis is None and not floats and not key.startswith("fresh"):
+            return  # named by their values
+        for other, its in self.same_views(one, key, view):
+            assert its.content is not None
             mine, theirs = view.content, its.content
-            if axis is not None:
+            if axis is not None and one.rows is not None and other.rows is not None:
                 count = min(one.rows, other.rows)
                 mine = mine.movedim(axis.axis, 0)[: count * axis.per_row]
                 theirs = theirs.movedim(axis.axis, 0)[: count * axis.per_row]
-            if mine.shape != theirs.shape or not torch.equal(mine, theirs):
+            elif mine.shape != theirs.shape and not key.startswith("fresh"):
+                continue  # it has no place at other row counts, as the execution says
+            if mine.shape != theirs.shape or not self.same_values(one, key, mine, theirs):
                 raise UnsupportedError(
-                    expected=f"a row's values in {view.argument} ({str(view.dtype).removeprefix('torch.')}) to be the "
-                    "same in every configuration, since they are taken as they are",
+                    expected=f"{view.argument} ({str(view.dtype).removeprefix('torch.')}) to hold the same values of a "
+                    "row, or of what all rows share, in every configuration",
                     received=difference(mine, theirs, one, other, axis),
-                    remedy="make them a function of the row (torch.arange(rows), torch.full) or draw them with "
-                    "torch.randint; certify each choice of a schedule by --vary with a fixed value",
+                    remedy="make them a function of the row (torch.arange(rows), torch.full), or draw them with "
+                    "torch.randn or torch.randint; certify each choice of a schedule by --vary with a fixed value",
                 )
+
+    def same_views(self, one: Planned, key: str, view: View) -> Iterator[tuple[Planned, View]]:
+        """Return the view in other configurations, also those that are not executed."""
+        entry = self.entry_of_view(one, key, view)
+        for other in (*self.plans, *self.partners.get(one.plain, ())):
+            if entry is None or other == one.plain:
+                continue
+            for its in self.pilots[other].views.get(key, ()):
+                same: Entry | None = entry
+                if other.settings != one.settings:
+                    same = self.entry_of_view(other, key, its)
+                rows = 1 if other.rows is None else other.rows
+                if same is None or same.place != entry.place or its.dtype != view.dtype:
+                    continue
+                if same.layout.fits(rows, its.shape, its.stride, its.offset):
+                    yield other, its
+                    break
+
+    def same_values(self, one: Planned, key: str, mine: torch.Tensor, theirs: torch.Tensor) -> bool:
+        """Tell whether two tensors hold the same bits; what torch computed may be a few units in the last place off."""
+        if bits.equal(mine.contiguous(), theirs.contiguous()):
+            return True
+        watch = self.pilots[one.plain].watch
+        made = [] if watch is None else ancestors(key, watch.history)
+        if all(each.operator in COPIES for each in made) or not mine.dtype.is_floating_point:
+            return False
+        largest = theirs[theirs.isfinite()].abs().max() if theirs.isfinite().any() else 0.0
+        near = ROUNDED * torch.finfo(mine.dtype).eps * largest
+        return torch.allclose(mine, theirs, rtol=0.0, atol=float(near), equal_nan=True)
+
+    def entry_of_view(self, one: Planned, key: str, view: View) -> Entry | None:
+        """Return what a view that a pilot saw is at any number of rows, or None if it follows no rule."""
+        rows = 1 if one.rows is None else one.rows
+        for entry in self.entries_of(one, key):
+            if entry.layout.dtype == view.dtype and entry.layout.fits(
+                rows, view.shape, view.stride, view.offset
+            ):
+                return entry
+        return None
 
     def row_axis(self, one: Planned, key: str, view: View) -> RowAxis | None:
         """Return the axis of rows of a view that a pilot saw, or None if it has none or follows no rule."""
-        if one.rows is None:
+        entry = None if one.rows is None else self.entry_of_view(one, key, view)
+        if entry is None or one.rows is None:
             return None
-        for entry in self.entries_of(one, key):
-            if entry.layout.fits(one.rows, view.shape, view.stride, view.offset):
-                try:
-                    return find_row_axis(
-                        view.argument, view.shape, one.rows, entry.view.shape, entry.rows
-                    )
-                except UnsupportedError:
-                    return None
-        return None
+        try:
+            return find_row_axis(view.argument, view.shape, one.rows, entry.view.shape, entry.rows)
+        except UnsupportedError:
+            return None
 
     def row_integers(self, one: Planned) -> bool:
         """Tell whether rows have integers: names do not show which row an integer is of."""
@@ -499,14 +539,20 @@ class Surveyed:
                     received=f"{views[0].argument} was computed by torch ({found.operator}) from a tensor with rows",
                     remedy="compute it in a kernel; or make it an input of its own: torch.rand, torch.randn",
                 )
-        for key, operator in watch.host_reads:
-            seen = ancestors(key, watch.history)
+        for read in watch.host_reads:
+            seen = ancestors(read.key, watch.history)
             if any(shapes.get(each.key) not in (None, each.shape) for each in seen):
                 raise UnsupportedError(
                     expected="a wrapper whose choices do not depend on what a batch holds",
-                    received=f"{operator} of a value that torch computed from a tensor with rows",
+                    received=f"{read.operator} of a value that torch computed from a tensor with rows",
                     remedy="make the value a parameter of the function, and let it vary (--vary)",
                 )
+        if [r.value for r in watch.host_reads] != [r.value for r in its.host_reads]:
+            raise UnsupportedError(
+                expected="a wrapper that reads the same values of tensors at any number of rows",
+                received=f"others at {one.rows} rows than at {other.rows} rows",
+                remedy="make the value a parameter of the function, and let it vary (--vary)",
+            )
 
     # ---- words ----------------------------------------------------------------------------------
     def tensors(self) -> tuple[TensorRead, ...]:
@@ -579,11 +625,12 @@ def difference(
         return (
             f"{list(mine.shape)} at {one.rows} rows and {list(theirs.shape)} at {other.rows} rows"
         )
-    at = int((mine != theirs).reshape(len(mine), -1).any(1).nonzero()[0]) if mine.dim() else 0
-    row = at // axis.per_row if axis is not None else 0
+    apart = (mine != theirs).reshape(len(mine) if mine.dim() else 1, -1).any(1).nonzero()
+    at = int(apart[0]) if len(apart) else 0  # zeros of two signs are equal
+    what = f"element {at}" if axis is None else f"row {at // axis.per_row}"
     a, b = ((t[at].reshape(-1)[:4].tolist() if t.dim() else t.item()) for t in (mine, theirs))
     where = [f"{p.rows} rows" + "".join(f" {n}={v}" for n, v in p.settings) for p in (one, other)]
-    return f"row {row} has {a} at {where[0]} and {b} at {where[1]}"
+    return f"{what} has {a} at {where[0]} and {b} at {where[1]}"
 
 
 def combining(key: str, mine: dict[str, Made], shapes: dict[str, tuple[int, ...]]) -> Made | None:

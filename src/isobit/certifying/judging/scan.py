@@ -5,9 +5,9 @@ A certificate executes a few row counts. A wrapper may launch something else for
 on, another number of warps or splits, a fixed grid when there are more rows than multiprocessors. A launch that is not
 executed costs about a millisecond, so some sixty row counts are launched. Of each launch the scan compares what is
 compiled (the kernel, its constants, its options, which sizes are 1 or divisible by 16), the grid, the numbers that are
-passed, and which tensors are passed and returned. Numbers may follow the rows: as a constant, a multiple, or tiles of
-rows; a rule that fits the judged row counts must fit the others. A tensor must be one that a judged row count has there
-([Note: identity of inputs] in running/watch.py).
+passed, which tensors are passed and returned, and what small ones hold, if that is the same for all rows. Numbers may
+follow the rows: as a constant, a multiple, or tiles of rows; a rule that fits the judged row counts must fit the
+others. A tensor must be one that a judged row count has there ([Note: identity of inputs] in running/watch.py).
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from isobit.certifying.judging.configurations import Planned, Surveyed
+from isobit.certifying.judging.configurations import Planned, Surveyed, ancestors
 from isobit.certifying.running.capture import Choices
-from isobit.certifying.running.compile import Specialised, specialise
+from isobit.certifying.running.compile import Specialised, identity, specialise
 from isobit.certifying.running.execution import Function, Pilot, call
 from isobit.certifying.running.exposed import key_of
+from isobit.certifying.running.watch import SMALL, held_by, storage_of
 from isobit.errors import IsobitError
 
 ROUNDS = 3  # scans: what the first finds may be executed, and then more may be known
@@ -62,11 +63,16 @@ class Launch:
     says: str
     numbers: tuple[tuple[str, float], ...] = ()
     tensors: tuple[tuple[str, str], ...] = ()
+    contents: tuple[tuple[str, str], ...] = ()
 
     @property
     def whole(self) -> list[Any]:
         """All of it, as JSON has it."""
-        return [self.code, [list(one) for one in self.numbers], [list(one) for one in self.tensors]]
+        return [self.code, *([list(one) for one in each] for each in self.listed)]
+
+    @property
+    def listed(self) -> tuple[tuple[tuple[str, Any], ...], ...]:
+        return self.numbers, self.tensors, self.contents
 
 
 @dataclass
@@ -77,6 +83,7 @@ class Scan(Pilot):
     found: list[Launch] = field(default_factory=list)
     programs: int = 0
     keeps: bool = False
+    scratch: dict[str, int] = field(default_factory=dict)
 
     def launch(
         self, kernel: Any, grid: Any, arguments: tuple[Any, ...], named: dict[str, Any]
@@ -100,8 +107,10 @@ class Scan(Pilot):
             if isinstance(value, torch.Tensor)
         }
         places, tensors = self.seen(given)
+        contents = tuple((n, held_by(t)) for n, t in given.items() if self.is_drawn(t))
         written = kernel.fn.__code__
-        code = (written.co_filename, written.co_firstlineno, kernel.__name__, *made.key)
+        place = (written.co_filename, written.co_firstlineno, kernel.__name__)
+        code = (*place, identity(kernel), *made.key)
         self.launches.append(kernel.__name__)
         self.programs += int(np.prod(size))
         self.found.append(
@@ -111,8 +120,19 @@ class Scan(Pilot):
                 describe(made),
                 tuple((n, float(v)) for n, v in [*numbers, *places]),
                 tensors,
+                contents,
             )
         )
+
+    def is_drawn(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a small tensor holds what it would if all random numbers were drawn."""
+        assert self.watch is not None
+        storage, watch = storage_of(tensor), self.watch
+        of = watch.made.get(storage) or watch.known.kept.get(storage)
+        made = [] if of is None else [of, *ancestors(of.key, watch.history)]
+        if any(each.key.startswith("scratch") or each.undrawn for each in made):
+            return False
+        return 0 < tensor.numel() < SMALL
 
     def returned(self, outputs: Sequence[Any]) -> Launch:
         """Return which tensors the function returns."""
@@ -128,7 +148,10 @@ class Scan(Pilot):
         assert self.watch is not None
         places, keys = list[tuple[str, int]](), list[tuple[str, str]]()
         for name, tensor in given.items():
-            key = key_of(self.watch, tensor, name).removeprefix("kept ")
+            key = key_of(self.watch, tensor, name)
+            if "scratch" in key.split()[:2]:  # some may be kept from an earlier call
+                key = f"scratch {self.scratch.setdefault(key, len(self.scratch))}"
+            key = key.removeprefix("kept ")
             if key.startswith("outside"):  # in which sequence they come says nothing
                 key = f"outside {self.watch.content(tensor)}"
             keys.append((name, key))
@@ -221,11 +244,11 @@ class Rules:
 
 
 def launched(
-    surveyed: Surveyed, one: Planned, grad: bool = False
+    surveyed: Surveyed, one: Planned, grad: bool = False, keeps: bool = False
 ) -> tuple[list[Launch], Scan, Any]:
     """Return the launches of a row count."""
     choices = Choices(dict(one.autotune), labels=surveyed.labels)
-    scan = Scan(known=surveyed.known, choices=choices, target=surveyed.target, grad=grad)
+    scan = Scan(surveyed.known, choices=choices, target=surveyed.target, grad=grad, keeps=keeps)
     outputs = call(surveyed.function, one.given, scan, surveyed.target)
     tuned = [
         Launch(name, f"{name}: {text}", f"may be tuned to {text}")
@@ -273,6 +296,7 @@ def scan_setting(
                         f"{name} of {one.kernel} is a tensor from outside that holds other values"
                     )
                     scanned.unsettled.append(Unjudged((rows,), text))
+    contents = shared_contents([found for found, _, _ in known.values()])
     different: dict[str, list[int]] = {}
     watch = known[judged[-1]][1].watch
     size = 0.0 if watch is None else watch.bytes / judged[-1]
@@ -286,7 +310,8 @@ def scan_setting(
         except IsobitError:
             continue  # it does not run, so nothing is claimed
         scanned.counts.append(rows)
-        what = compare(found, codes, single, rules, kernels, rows) or strangers(found, tensors)
+        what = compare(found, codes, single, rules, kernels, rows)
+        what = what or strangers(found, tensors) or other_contents(found, contents)
         if what:
             different.setdefault(what, []).append(rows)
     scanned.unjudged += [Unjudged(tuple(rows), what) for what, rows in different.items()]
@@ -341,6 +366,29 @@ def strangers(found: list[Launch], tensors: dict[tuple[int, str], set[str]]) -> 
             if key not in tensors.get((at, name), ()):
                 what = name if one.kernel == RETURNED else f"{name} of {one.kernel}"
                 return f"{what} is another tensor, or made in another way"
+    return ""
+
+
+def shared_contents(launches: list[list[Launch]]) -> dict[tuple[int, str], str]:
+    """Return what tensors hold that hold the same at all judged row counts, by their place."""
+    held: dict[tuple[int, str], list[str]] = {}
+    for found in launches:
+        for at, one in enumerate(found):
+            for name, content in one.contents:
+                held.setdefault((at, name), []).append(content)
+    return {
+        place: each[0]
+        for place, each in held.items()
+        if len(set(each)) == 1 < len(each) == len(launches)
+    }
+
+
+def other_contents(found: list[Launch], contents: dict[tuple[int, str], str]) -> str:
+    """Return which tensor holds something else than at all judged row counts, or ""."""
+    for at, one in enumerate(found):
+        for name, content in one.contents:
+            if contents.get((at, name), content) != content:
+                return f"{name} of {one.kernel} holds other values"
     return ""
 
 
@@ -416,10 +464,15 @@ def first_launches(
             sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
             torch.set_num_threads(1)
             surveyed = Surveyed(function, target, [Planned(rows, settings) for rows in counts])
-            found = {
-                rows: [one.whole for one in launched(surveyed, Planned(rows, settings))[0]]
-                for rows in reversed(counts)
-            }
+            for _ in range(2):  # the second time, what the function keeps is there
+                found = {
+                    rows: [
+                        one.whole
+                        for one in launched(surveyed, Planned(rows, settings), keeps=True)[0]
+                    ]
+                    for rows in reversed(counts)
+                }
+                surveyed.known.settled = True
             text = json.dumps(found)
         with contextlib.suppress(BaseException):
             os.write(writing, text.encode())
@@ -459,10 +512,20 @@ def compare_first(surveyed: Surveyed, first: dict[int, list[Any]]) -> list[Unjud
     different = [
         rows
         for rows, codes in sorted(first.items())
-        if codes != [one.whole for one in launched(surveyed, Planned(rows, settings))[0]]
+        if not same_launches(
+            codes, [one.whole for one in launched(surveyed, Planned(rows, settings))[0]]
+        )
     ]
     if first and not any(first.values()):
         text = "whether the function keeps what it chose in its first call could not be seen"
         return [Unjudged(tuple(sorted(first)), text)]
     what = "something else is launched if larger row counts are called before: the function keeps what it chose"
     return [Unjudged(tuple(different), what)] if different else []
+
+
+def same_launches(first: list[Any], later: list[Any]) -> bool:
+    """Tell whether launches are equal; of what tensors hold, what is known of both."""
+    return len(first) == len(later) and all(
+        a[:-1] == b[:-1] and all(dict(b[-1]).get(name, held) == held for name, held in a[-1])
+        for a, b in zip(first, later, strict=True)
+    )

@@ -213,8 +213,8 @@ def describe_rows(found: Certified) -> list[str]:
             )
         if found.most_rows:
             parts.append(
-                f"Every row count up to {found.most_rows:,} that launches these kernels has the same expression: only "
-                "masks of rows depend on the number of rows."
+                f"Every row count up to {found.most_rows:,} that launches these kernels, with grids and numbers by the "
+                "same rules, has the same expression: only masks of rows depend on the number of rows."
             )
         elif reasons := dict.fromkeys(t.rows_reason for t in found.targets if t.rows_reason):
             parts.append(f"For the row counts tried only: {next(iter(reasons))}.")

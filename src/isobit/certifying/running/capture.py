@@ -75,6 +75,12 @@ def captured(receiver: Receiver, choices: Choices) -> Iterator[None]:
             received="TRITON_INTERPRET, which replaces them by Python",
             remedy="unset TRITON_INTERPRET",
         )
+    if knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:
+        raise ArgumentError(
+            expected="launches without hooks of Triton's runtime",
+            received="a hook in triton.knobs.runtime, which could change what a kernel reads",
+            remedy="remove it while certify runs",
+        )
     if not _lock.acquire(blocking=False):
         raise ArgumentError(
             expected="one certificate at a time",
@@ -85,6 +91,8 @@ def captured(receiver: Receiver, choices: Choices) -> Iterator[None]:
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool = False, **named: Any) -> None:
         if not warmup:
+            for hook in self.pre_run_hooks:
+                hook(*args, **named)
             receiver.launch(self, grid, args, named)
 
     jit.JITFunction.run = run

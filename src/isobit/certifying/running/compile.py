@@ -42,6 +42,14 @@ class LaunchError(IsobitError, RuntimeError):
     """A compiled kernel that the GPU would not launch, such as one that needs too much shared memory."""
 
 
+def identity(value: Any) -> Any:
+    """Return what tells a kernel or a function of one from others: its source and what that refers to."""
+    try:
+        return getattr(value, "cache_key", value)
+    except Exception:  # compiling it says what is wrong
+        return value
+
+
 @dataclass(frozen=True)
 class Specialised:
     """One call of a kernel, as Triton would compile it: its arguments, types, constants and options."""
@@ -55,7 +63,8 @@ class Specialised:
     @property
     def key(self) -> tuple[str, ...]:
         """What makes two compiled kernels the same."""
-        parts = (self.signature, self.constants, self.attributes, self.options)
+        constants = {path: identity(value) for path, value in self.constants.items()}
+        parts = (self.signature, constants, self.attributes, self.options)
         return tuple(repr(part) for part in parts)
 
     @property
@@ -230,7 +239,7 @@ class Compiler:
             CompileError: If Triton does not compile it.
             LaunchError: If it needs more shared memory than the GPU has.
         """
-        key = (id(kernel), *call.key)
+        key = (identity(kernel), *call.key)
         if key not in self.done:
             self.progress(f"compiling {kernel.__name__} for {self.target}")
             self.done[key] = self._compile(kernel, call)

@@ -254,6 +254,7 @@ class Execution:
                 return machine
 
             machine = self.run_machine(prepared, (*size, 1, 1)[:3], given, made)
+            self.storages.end_launch()
             self.dependence.after(machine, self.storages, overlaps)
             for storage, held in self.storages.held.items():
                 if held.buffer is not None and held.buffer.changed:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from isobit.certifying.running.watch import Made, Watch, digest, storage_of
+from isobit.certifying.running.watch import HostRead, Made, Watch, digest, held_by, storage_of
 from isobit.errors import UnsupportedError
 
 FunctionMode: Any = TorchFunctionMode  # untyped in torch
@@ -71,8 +71,9 @@ class Exposed(FunctionMode):  # type: ignore[misc]
         storage, watch = storage_of(tensor), self.watch
         watch.check(name, [tensor], [])
         made = watch.made.get(storage)
-        if made is not None and not is_scratch(watch, storage, made):
-            watch.host_reads.append((made.key, name))
+        if made is None or not is_scratch(watch, storage, made):
+            value = watch.content(tensor) if made is None else held_by(tensor)
+            watch.host_reads.append(HostRead(watch.origin(tensor).key, name, value))
         if gives and (made is None or made.operator != NUMPY):
             self.given.add(storage)
             whose = watch.known.outside.get(storage, "outside") if made is None else made.recipe
@@ -86,7 +87,9 @@ class Exposed(FunctionMode):  # type: ignore[misc]
         """Note what torch wrote to memory where numpy can read it."""
         super().__exit__(*error)
         made = [self.watch.made[storage] for storage in self.given]
-        self.watch.host_reads += [(one.key, NUMPY) for one in made if one.operator != NUMPY]
+        self.watch.host_reads += [
+            HostRead(one.key, NUMPY, "") for one in made if one.operator != NUMPY
+        ]
 
 
 def exposed(
@@ -164,12 +167,12 @@ def check_copies(watch: Watch, tensor: torch.Tensor, argument: str) -> None:
         )
 
 
-def check_unchanged(watch: Watch, storage: int, argument: str, before: bytes, now: bytes) -> None:
-    """Raise an error if memory that numpy can change is not what it was at the launch before."""
-    if before != now and is_exposed(watch, storage):
+def check_unchanged(argument: str, before: bytes, now: bytes) -> None:
+    """Raise an error if memory is not what it was after the launch before: something changed it unseen."""
+    if before != now:
         raise UnsupportedError(
             expected="inputs that stay as they are between two launches",
-            received=f"{argument} was given to numpy, and changed after a launch",
+            received=f"{argument} changed after a launch, by no operator of torch (numpy, another thread)",
             remedy="fill it before the first launch, or use a new tensor",
         )
 

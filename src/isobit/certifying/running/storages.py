@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from blake3 import blake3
 
 from isobit.certifying.judging.row_axes import RowAxis
 from isobit.certifying.machine import Buffer, Pointer
@@ -119,7 +120,7 @@ class Storages:
     integers: list[list[bytes]] = field(default_factory=list)  # per integer input: content by row
     held: dict[int, Held] = field(default_factory=dict)
     views: set[tuple[Any, ...]] = field(default_factory=set)  # layouts that were named
-    exposed: dict[int, bytes] = field(default_factory=dict)  # content that numpy can change
+    left: dict[int, bytes] = field(default_factory=dict)  # digests of content after a launch
     earlier: Storages | None = None  # of the call before this one
 
     def knows(self, storage: int) -> bool:
@@ -157,12 +158,9 @@ class Storages:
             return Buffer(np.zeros(0, dtype=np.uint8), np.zeros(0, dtype=np.uint64))
         storage = storage_of(tensor)
         held = self.hold(tensor, text)
-        if storage in self.exposed:
-            before = self.exposed[storage]
-            check_unchanged(self.watch, storage, text, before, held.data.tobytes())
+        if storage in self.left:
+            check_unchanged(text, self.left[storage], fingerprint(held))
         self.name_view(held, tensor)
-        if is_exposed(self.watch, storage):
-            self.exposed[storage] = held.data.tobytes()
         start = first_byte(tensor)
         if start % 2:
             raise UnsupportedError(
@@ -183,6 +181,12 @@ class Storages:
                 held.integers = np.zeros(len(held.names), dtype=bool)
                 held.integers[-len(stored) :] = stored
             held.buffer = None
+
+    def end_launch(self) -> None:
+        """Remember what storages hold: only kernels may change it before the next launch."""
+        for storage, held in self.held.items():
+            if held.buffer is not None:
+                self.left[storage] = fingerprint(held)
 
     def hold(self, tensor: torch.Tensor, text: str) -> Held:
         """Return the record of a tensor's storage.
@@ -335,6 +339,11 @@ class Storages:
             if held.before is not None:
                 held.after = held.data.tobytes()
                 held.data[:] = np.frombuffer(held.before, dtype=np.uint8)
+
+
+def fingerprint(held: Held) -> bytes:
+    """Return a digest of what a storage holds."""
+    return blake3(held.data.data).digest()
 
 
 def first_byte(tensor: torch.Tensor) -> int:

@@ -9,6 +9,9 @@ all calls; one that the function keeps from an earlier call is named by its reci
 outside torch in every call (`torch.from_numpy`) is named by the argument that it is passed as; its content is compared.
 Which elements of its parents a tensor was computed from (`views`) is no part of its name, because sizes follow rows;
 the judge compares it between row counts.
+
+No list of what torch can do is complete, so names are not trusted alone: the judge also compares what tensors hold. An
+element must have one value wherever it has one name ([Note: what is drawn] in draws.py says how that can be).
 """
 
 from __future__ import annotations
@@ -23,8 +26,9 @@ from typing import Any, Protocol
 import torch
 from blake3 import blake3
 from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from isobit.certifying.running.draws import pass_by, redraw
 from isobit.errors import UnsupportedError
 
 DispatchMode: Any = TorchDispatchMode  # untyped in torch
@@ -42,7 +46,7 @@ MOVES = frozenset(
     f"aten::{name}"
     for name in (
         *("clone", "_to_copy", "copy", "cat", "stack", "copy_", "fill_", "zero_"),
-        *("normal_", "uniform_", "random_", "bernoulli_", "exponential_"),
+        *("normal_", "uniform_", "random_", "bernoulli", "bernoulli_", "exponential_"),
     )
 )
 OVERWRITES = frozenset(
@@ -80,9 +84,10 @@ SIZES = frozenset(
     ("size", "stride", "layout", "device", "pin_memory", "memory_format", "non_blocking")
 )
 BETWEEN = ("aten::linspace", "aten::logspace")  # the end of another range says how long it is
+OUTSIDE = "a tensor from outside"
 SEED = 0  # of torch, when a function is called
 STAYS = 1 << 22  # bytes of a storage from outside that is looked at once
-SMALL = 1 << 16  # elements that are filled with zeros where their values do not matter
+SMALL = 1 << 16  # elements that are drawn where only launches matter
 
 
 # Shape, stride and offset of a view, and the number of elements of its storage.
@@ -118,11 +123,11 @@ class Made:
             floats that were computed from integers it leaves nothing out, since nobody compares their values.
         says: the operator with its scalars, for messages.
         pointwise: whether every element was computed from one element of each parent, or only moved.
-        random: whether its values come from a random generator.
         axes: the axes that the operator reduced, if it says so.
         parts: sizes, strides and offsets of parts that were changed in place.
         floats: whether it was made as floats: then its bits are floats, whatever a view of it is called.
         views: of each view that it and its parents were computed from, but for whole tensors.
+        undrawn: whether random numbers that it was computed from were not drawn, so that its values mean nothing.
     """
 
     key: str
@@ -133,11 +138,25 @@ class Made:
     exact: str = ""
     says: str = ""
     pointwise: bool = True
-    random: bool = False
     axes: tuple[int, ...] | None = None
     parts: tuple[int, ...] = ()
     floats: bool = False
     views: tuple[Elements, ...] = ()
+    undrawn: bool = False
+
+    @property
+    def number(self) -> str:
+        """Its number among those of one recipe."""
+        return self.key.rpartition(" ")[2]
+
+
+@dataclass(frozen=True)
+class HostRead:
+    """Values that went to Python: the key of the tensor, how, and what they were."""
+
+    key: str
+    operator: str
+    value: str
 
 
 @dataclass
@@ -175,6 +194,15 @@ def views_of(tensors: list[torch.Tensor]) -> list[Elements]:
 def room_of(tensor: torch.Tensor) -> int:
     """Return the number of elements of a tensor's storage."""
     return tensor.untyped_storage().nbytes() // tensor.element_size()
+
+
+def held_by(tensor: torch.Tensor) -> str:
+    """Return the digest of what a tensor's elements hold, in the order of its index."""
+    with _disable_current_modes():
+        plain = tensor.detach().resolve_conj().resolve_neg().contiguous().clone()
+        size = plain.numel() * plain.element_size()
+        memory = (ctypes.c_uint8 * size).from_address(plain.data_ptr())
+        return blake3(memoryview(memory).cast("B")).hexdigest()[:16]
 
 
 def joined(*views: Iterable[Elements]) -> tuple[Elements, ...]:
@@ -227,7 +255,19 @@ def scalars_of(
             some.append(text)
     if func._schema.name in RANDOM and torch.initial_seed() != SEED:
         every.append(f"torch.manual_seed({torch.initial_seed()})")
+    if not func.is_view and torch.Tag.pointwise not in func.tags:
+        precision = torch.get_float32_matmul_precision()
+        every += [f"precision={precision}"] if precision != "highest" else []
     return some, every
+
+
+def reads_values(func: Any, given: list[torch.Tensor]) -> bool:
+    """Tell whether the shape of what an operator returns depends on values: Python reads them by it."""
+    if torch.Tag.dynamic_output_shape not in func.tags:
+        return False
+    # An index of integers has their number; one of booleans as many as are true.
+    masks = (torch.bool, torch.uint8)
+    return func._schema.name != "aten::index" or any(t.dtype in masks for t in given[1:])
 
 
 @dataclass(eq=False)
@@ -237,20 +277,23 @@ class Watch(DispatchMode):  # type: ignore[misc]
     Attributes:
         made: storage -> what is known of it now.
         history: key -> everything that was made, also what was changed since.
-        host_reads: keys of tensors whose values went to Python, and how.
+        host_reads: what went to Python.
     """
 
     receiver: Receiver
     known: Known = field(default_factory=Known)
-    lazy: bool = False  # whether random numbers are not drawn
+    lazy: bool = False  # whether many random numbers are not drawn
     bytes: int = 0  # that torch made
     made: dict[int, Made] = field(default_factory=dict)
     history: dict[str, Made] = field(default_factory=dict)
     alive: list[Any] = field(default_factory=list)
     filled: set[int] = field(default_factory=set)  # storages that an operator wrote in place
     counts: dict[str, int] = field(default_factory=dict)
+    copies: dict[str, list[int]] = field(
+        default_factory=dict
+    )  # key -> storages that kernels were given
     fresh: dict[int, str] = field(default_factory=dict)  # made outside torch in this call
-    host_reads: list[tuple[str, str]] = field(default_factory=list)
+    host_reads: list[HostRead] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -269,12 +312,13 @@ class Watch(DispatchMode):  # type: ignore[misc]
         changed = [] if func.is_view else changed_by(func, args, kwargs)
         if not func.is_view and name not in VALUELESS:
             self.check(name, given, changed)
-        if name in READS:
-            self.host_reads += [
-                (self.made[s].key, name) for t in given if (s := storage_of(t)) in self.made
+        found = func(*args, **kwargs) if name not in RANDOM else self.draw(func, args, kwargs)
+        if name in READS or reads_values(func, given):
+            shapes = [
+                list(t.shape) for t in _pytree.tree_leaves(found) if isinstance(t, torch.Tensor)
             ]
-        found = self.draw(func, args, kwargs) if self.lazy and name in RANDOM else None
-        found = func(*args, **kwargs) if found is None else found
+            value = repr(shapes or found)
+            self.host_reads += [HostRead(self.origin(t).key, name, value) for t in given]
         known = {storage_of(t) for t in given}
         for tensor in changed:
             self.note(tensor, func, args, kwargs, given, before=self.made.get(storage_of(tensor)))
@@ -284,13 +328,18 @@ class Watch(DispatchMode):  # type: ignore[misc]
         return found
 
     def draw(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return zeros instead of random numbers, or memory that nobody touches: only the launches matter."""
-        arguments = {a.name: v for a, v in given_arguments(func, args, kwargs)}
-        if func._schema.name.endswith("_") or "size" not in arguments:
-            return arguments.get("self") if func._schema.name.endswith("_") else None
-        whole = torch.int64 if "randint" in func._schema.name else torch.get_default_dtype()
-        make = torch.zeros if math.prod(arguments["size"]) < SMALL else torch.empty
-        return make(arguments["size"], dtype=arguments.get("dtype") or whole)
+        """Draw random numbers; or return memory that nobody touches, where only the launches matter."""
+        given = {a.name: v for a, v in given_arguments(func, args, kwargs)}
+        name, shape = func._schema.name, given.get("size")
+        if shape is None:
+            shape = given["self"].shape if isinstance(given.get("self"), torch.Tensor) else ()
+        if not self.lazy or math.prod(shape) < SMALL:
+            return redraw(lambda: func(*args, **kwargs), name, given)
+        pass_by(given.get("generator"))
+        if "size" not in given:
+            return given["self"] if name.endswith("_") else torch.empty_like(given["self"])
+        whole = torch.int64 if "randint" in name else torch.get_default_dtype()
+        return torch.empty(given["size"], dtype=given.get("dtype") or whole)
 
     def check(self, name: str, given: list[torch.Tensor], changed: list[torch.Tensor]) -> None:
         """Raise an error if an operator reads a kernel's result, or changes a kernel's argument."""
@@ -339,20 +388,15 @@ class Watch(DispatchMode):  # type: ignore[misc]
         whole = room_of(tensor) == tensor.numel()
         if operator in OVERWRITES and whole and given[0] is tensor:
             read, before = given[1:], None  # what it held is gone
-        others = [
-            self.made[s]
-            for t in read
-            if (s := storage_of(t)) in self.made and (before is None or s != storage)
-        ]
-        outside = [self.origin_of(t) for t in read if storage_of(t) not in self.made]
+        others = [self.origin(t) for t in read if before is None or storage_of(t) != storage]
         some, every = scalars_of(func, args, named)
         floats = tensor.dtype.is_floating_point or tensor.dtype.is_complex
-        told = [*every, *outside] if floats else some
-        every = [*every, *outside]
+        told = every if floats else some
         start = [operator, str(tensor.dtype)] + ([before.recipe] if before else [])
         parts = [one.exact if floats and not one.floats else one.recipe for one in others]
-        recipe = digest(*start, *told, *parts)
-        exact = digest(*start, *every, *(one.exact for one in others))
+        numbers = [one.number for one in others]
+        recipe = digest(*start, *told, *parts, *numbers)
+        exact = digest(*start, *every, *(one.exact for one in others), *numbers)
         axes = next((v for a, v in given_arguments(func, args, named) if a.name == "dim"), None)
         pointwise = torch.Tag.pointwise in func.tags or operator in MOVES
         parents = tuple(one.key for one in others)
@@ -365,10 +409,11 @@ class Watch(DispatchMode):  # type: ignore[misc]
             exact,
             f"{operator}({', '.join(every)})",
             pointwise,
-            operator in RANDOM or any(one.random for one in others),
             (axes,) if isinstance(axes, int) else None if axes is None else tuple(axes),
             floats=floats,
             views=joined(*(one.views for one in others), views_of(read)),
+            undrawn=any(one.undrawn for one in others)
+            or (self.lazy and operator in RANDOM and tensor.numel() >= SMALL),
         )
         if before is not None:
             part = (*tensor.shape, *tensor.stride(), tensor.storage_offset(), tensor.numel())
@@ -376,14 +421,27 @@ class Watch(DispatchMode):  # type: ignore[misc]
                 made,
                 parents=(*parents, before.key),
                 shape=before.shape,
-                random=made.random or before.random,
+                undrawn=made.undrawn or before.undrawn,
                 parts=before.parts if whole else (*before.parts, *map(int, part)),
                 floats=before.floats,
                 views=joined(before.views, made.views),
             )
         self.made[storage] = self.history[made.key] = made
 
-    def origin_of(self, tensor: torch.Tensor) -> str:
+    def origin(self, tensor: torch.Tensor) -> Made:
+        """Return how a tensor was made; one that is not of this call is an entry of its own at every read."""
+        storage = storage_of(tensor)
+        if storage in self.made:
+            return self.made[storage]
+        recipe = self.name_outside(tensor)
+        key = self.numbered("read", "", recipe)
+        floats = tensor.dtype.is_floating_point
+        shape = tuple(tensor.shape)
+        found = Made(key, OUTSIDE, (), shape, recipe, recipe, OUTSIDE, floats=floats)
+        self.history[key] = found
+        return found
+
+    def name_outside(self, tensor: torch.Tensor) -> str:
         """Return what identifies a tensor that torch did not make in this call: how it was made, or what it holds."""
         storage, known = storage_of(tensor), self.known
         if storage in known.kept:
@@ -426,7 +484,7 @@ class Watch(DispatchMode):  # type: ignore[misc]
         """Return the key of a tensor's storage. See [Note: identity of inputs]."""
         storage, known = storage_of(tensor), self.known
         if storage in self.made:
-            return self.made[storage].key
+            return self.number_copy(self.made[storage], storage)
         if storage in known.kept:
             return f"kept {known.kept[storage].key}"
         if storage not in known.outside and not known.settled:
@@ -439,6 +497,16 @@ class Watch(DispatchMode):  # type: ignore[misc]
             self.fresh[storage] = f"fresh {argument} {same}"
             self.alive.append(tensor.untyped_storage())
         return self.fresh[storage]
+
+    def number_copy(self, made: Made, storage: int) -> str:
+        """Return a key with the number of a storage among those of that key: copies keep the key of their source."""
+        copies = self.copies.setdefault(made.key, [])
+        if storage not in copies:
+            copies.append(storage)
+        at = copies.index(storage)
+        key = f"{made.key} copy {at}" if at else made.key
+        self.history[key] = made
+        return key
 
     def keep(self) -> None:
         """Remember what this call made, for the case that the function keeps it."""
