@@ -2,8 +2,8 @@
 
 A record is a JSON file in docs/results/records: the command, commit, date and machine, the digest of its sources,
 tables, the lines that were printed beside them, how long it took, and the exit code if it was 1. The sources of a
-record are the kernels, the package's data, the modules of the package that its processes loaded (Python says which, for
-each process), and those benchmarks, examples and tests that its command imports or names. So a module or a benchmark
+record are the kernels, the package's data, the modules of the package that its processes loaded (benchmarks/loading
+notes them), and those benchmarks, examples and tests that its command imports or names. So a module or a benchmark
 that is mended makes only those records anew that it can have changed.
 `python -m benchmarks pages` writes records into the pages. `record --all` makes every record that is not of these
 sources: first those whose times are shown, one after the other, then the others, `--jobs` at a time. It can be
@@ -18,12 +18,11 @@ import re
 import shlex
 import subprocess
 import sys
-import threading
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import IO
 
 from blake3 import blake3
 
@@ -303,30 +302,20 @@ def make(name: str, output: Path | None = None, commit: str = "HEAD") -> int:
 
 def run_and_watch(words: list[str]) -> tuple[str, int, list[str]]:
     """Run a command; return what it printed, its exit code, and the package's modules that its processes loaded."""
-    environment = os.environ | {"PYTHONPROFILEIMPORTTIME": "1"}
-    pipe = subprocess.PIPE
-    modules: set[str] = set()
-
-    def watch(lines: IO[bytes]) -> None:
-        for line in lines:
-            found = re.search(rb"import time: .*\| +(isobit[\w.]*)\s*$", line)
-            if found:
-                modules.add(found[1].decode())
-            elif not line.startswith(b"import time:"):
-                sys.stderr.buffer.write(line)
-                sys.stderr.flush()
-
-    with subprocess.Popen(words, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe) as started:
-        assert started.stdout
-        assert started.stderr
-        watching = threading.Thread(target=watch, args=(started.stderr,))
-        watching.start()
-        printed = started.stdout.read().decode()
-        watching.join()
-    code = started.returncode
+    paths = [str(Path(__file__).parent / "loading"), os.environ.get("PYTHONPATH", "")]
+    with tempfile.TemporaryDirectory() as folder:
+        noted = Path(folder) / "modules"
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "ISOBIT_MODULES_LOADED": str(noted),
+        }
+        done = subprocess.run(
+            words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=False
+        )
+        modules = sorted(set(noted.read_text().split())) if noted.exists() else []
     if not modules:
         raise ValueError("no process of the command loaded a module of the package")
-    return printed, code, sorted(modules)
+    return done.stdout, done.returncode, modules
 
 
 def describe_run(name: str, commit: str) -> dict[str, str | int]:

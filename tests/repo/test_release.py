@@ -226,13 +226,14 @@ def test_sources_of_a_record_are_those_that_its_command_reaches():
 
 def test_a_run_says_which_modules_its_processes_loaded(capfdbinary):
     """Those of a child too; sources of a record are these, and the package's data and kernels."""
-    child = "import isobit.order.plan"
-    code = f"import isobit.bits, subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    child = "import isobit.order.plan, os; os._exit(0)"
+    code = f"import isobit, subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    code += "; isobit.linear"
     code += "; print('shown'); sys.stderr.write('told'); sys.exit(1)"
     printed, exit_code, modules = records.run_and_watch([sys.executable, "-c", code])
     assert (printed, exit_code) == ("shown\n", 1)
     assert b"told" in capfdbinary.readouterr().err
-    assert {"isobit", "isobit.bits", "isobit.order.plan"} <= set(modules)
+    assert {"isobit", "isobit.ops.linear.op", "isobit.order.plan"} <= set(modules)
     sources = records.sources_of("linear", modules=modules)
     assert {
         "csrc",
