@@ -38,6 +38,7 @@ CASES = (
     "kernels",
     "binaries",
     "roofline",
+    "host_time",
     "comparisons",
     "candidates",
     "families",

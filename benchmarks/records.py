@@ -79,6 +79,7 @@ COMMANDS = {
     "kernels": "python -m benchmarks kernels",
     "binaries": "python -m benchmarks binaries --quick",
     "roofline": "python -m benchmarks roofline",
+    "host-time": "python -m benchmarks host_time",
     "comparisons": "python -m benchmarks comparisons",
     "candidates": "python -m benchmarks candidates",
     "post-training": "python -m benchmarks post_training",
@@ -94,6 +95,7 @@ COMMANDS = {
 }
 # Their tables show times or ratios of times, so nothing else runs meanwhile; shortest first, as `--all` makes them.
 TIMED = (
+    "host-time",
     "linear",
     "logprob",
     "rows",
