@@ -348,7 +348,13 @@ def read_text(printed: str) -> dict:
         if line.startswith("┃"):
             tables.append({"header": cells(line, "┃"), "rows": []})
         elif line.startswith("│"):
-            tables[-1]["rows"].append(cells(line, "│"))
+            found, rows = cells(line, "│"), tables[-1]["rows"]
+            if rows and not found[0]:  # the rest of a row that was too wide
+                rows[-1] = [
+                    " ".join(filter(None, pair)) for pair in zip(rows[-1], found, strict=True)
+                ]
+            else:
+                rows.append(found)
         elif not re.match(r"[┏┡└├┗┣]", line):
             lines.append(line.rstrip())
     return {"tables": tables, "lines": lines}
