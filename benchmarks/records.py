@@ -225,11 +225,13 @@ def sources_of(
     found: set[str] = set()
     while waiting:
         path = waiting.pop()
+        if path in NOT_DECIDING:
+            continue
         folder = path.removesuffix("/__init__.py")  # a package may import its files by their names
         if path not in files or folder != path:
             inside = [file for file in files if file.startswith(f"{folder}/")]
             waiting += set(inside) - found - {path} if folder == path or path in files else []
-        if path in files - found - NOT_DECIDING:
+        if path in files - found:
             found.add(path)
             waiting += mentioned(git("show", f"{commit}:{path}")) if path.endswith(".py") else []
     return (*package_files(commit, modules), *sorted(found))
@@ -276,7 +278,7 @@ def make(name: str, output: Path | None = None, commit: str = "HEAD") -> int:
     A command that ends with 1 found something broken, which its record says. Any other exit code raises an error, and
     what was printed stays in build/records.
     """
-    command = COMMANDS[name]
+    command, commit = COMMANDS[name], git("rev-parse", commit)  # it may move while the command runs
     record: dict = {"command": command.replace(" --json", ""), **describe_run(name, commit)}
     code = 0
     if output:
