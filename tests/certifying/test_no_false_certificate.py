@@ -41,7 +41,7 @@ NOT_WRONG = {
     *("cached_plan", "number_of_the_first_call", "weight_of_the_first_call"),
     *("scaled_by", "scaled_with", "shares_of", "times_function", "times_kernel"),
     *("weight_by_exponentials", "views_of_one_weight", "numbers_of_all_kinds"),  # right
-    "weight_read_by_python",
+    *("weight_read_by_python", "weight_after_draws_of_rows"),
 }
 # The row counts of these are nobody's choice: what they do at others is what is wrong.
 BY_DEFAULT = {
@@ -110,6 +110,8 @@ QUICK = (
     (wrong_values.changed_in_a_thread_between_launches, (1, 17), 2, "changed after a launch"),
     (wrong_values.changed_by_a_hook, (1, 17), 2, "made by aten::mul_(other=3)"),
     (wrong_values.function_of_a_factory, (1, 17), 1, "the number of rows"),
+    (wrong_values.warps_by_a_row_as_a_list, (1, 17), 2, "reads the same values"),
+    (wrong_values.another_half_of_empty_memory, (1, 17), 2, "w of scaled_rows"),
     (wrong_values.precision_by_rows, (1, 17), 2, "aten::mm"),
     (wrong_values.another_weight_of_large_batches, None, 2, "w of scaled_rows holds other"),
     (wrong_inputs.numpy_changes_weight, (1, 17), 2, "w of scaled_rows"),
@@ -253,6 +255,7 @@ RIGHT = (
     (wrong_values.views_of_one_weight, (1, 3)),
     (wrong_values.numbers_of_all_kinds, (1, 3)),
     (wrong_values.weight_read_by_python, (1, 3)),
+    (wrong_values.weight_after_draws_of_rows, (1, 3)),
 )
 SLOW_TO_REPEAT = {"weight_from_outside", "rounded_in_torch", "one_scale", "scattered", "waits"}
 

@@ -260,6 +260,18 @@ def kernel_of_a_factory(rows):
     return scaled_with(ONCE if rows < 1000 else THRICE, rows, torch.ones(N))
 
 
+def warps_by_a_row_as_a_list(rows):
+    """each row count reads another row of a tensor from outside, through no operator of torch"""
+    return shares_of(torch.randn(rows, N), few=ROWS[rows].tolist()[0] > 0)
+
+
+def another_half_of_empty_memory(rows):
+    """the other half of the storage holds nothing"""
+    both, square = torch.empty(2, N), torch.randn(16, 16)
+    both[1].copy_((square[PLACES] if rows < FEW else square[:, PLACES]).reshape(-1))
+    return scaled_by(rows, both[1])
+
+
 def precision_by_rows(rows):
     torch.set_float32_matmul_precision("highest" if rows < FEW else "medium")
     weight = torch.randn(N, 32) @ torch.randn(32, 1)
@@ -312,3 +324,13 @@ def numbers_of_all_kinds(rows):
 def weight_read_by_python(rows):
     weight = torch.randn(N)
     return shares_of(torch.randn(rows, N), few=weight.max().item() > 100)
+
+
+def weight_after_draws_of_rows(rows):
+    """what is drawn before a weight is as much as there are rows, by operators of every kind"""
+    torch.multinomial(torch.ones(4), rows, replacement=True)
+    torch.randperm(rows)
+    x = torch.rand_like(torch.empty(rows, N), dtype=torch.bfloat16)
+    weight, out = torch.randn(N), torch.empty(rows, N)
+    scaled_rows[(rows,)](x, weight, out, N, N)
+    return out

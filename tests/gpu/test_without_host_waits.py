@@ -15,24 +15,13 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import isobit
+from benchmarks.host_time import Nowhere
 from isobit.foundation import backends
 from isobit.ops import device_tables
 from isobit.ops.attention.op import Places
 
 BF16 = torch.bfloat16
 WAITS = ("tolist", "item", "cpu", "__bool__", "__int__", "nonzero", "numpy", "pin_memory")
-
-
-class Nowhere:
-    """A backend that counts launches and runs nothing."""
-
-    kind, target, engine = "nowhere", "sm_90", "tc25x16"
-
-    def __init__(self):
-        self.launches = 0
-
-    def launch(self, *_):
-        self.launches += 1
 
 
 @pytest.fixture

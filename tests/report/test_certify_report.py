@@ -116,6 +116,12 @@ def test_classes_have_short_names():
     assert odd  # whatever it is, something is said
 
 
+def test_a_class_of_nearly_all_is_named_by_what_it_lacks():
+    every = [Configuration("sm_90", 1, (("W", str(2**at)),)) for at in range(6)]
+    assert describe_members(every[1:], every) == "W all but 1"
+    assert describe_members(every[2:], every) == "W 4, 8, 16, 32"
+
+
 def test_letters_and_counts():
     assert [letter(at) for at in (0, 25, 26, 52)] == ["A", "Z", "A2", "A3"]
     assert (counted(1, "row"), counted(2000, "entry")) == ("1 row", "2,000 entries")

@@ -32,6 +32,7 @@ from isobit.certifying.running.watch import (
     ORDERLESS,
     OUTSIDE,
     RANDOM,
+    UNINITIALISED,
     Elements,
     Known,
     Made,
@@ -40,10 +41,9 @@ from isobit.errors import ArgumentError, UnsupportedError
 
 ROWS = (1, 3, 16, 64, 70, 130)
 FAR = 131  # more rows than a tile has, so that an axis padded to whole tiles changes, too
-COPIES = MOVES | CONSTANT | RANDOM | {OUTSIDE}  # whose results have the bits of what they are given
-ROUNDED = (
-    16  # units in the last place of the largest value, by which what torch computes may be off
-)
+# Operators whose results have the bits of what they are given.
+COPIES = MOVES | CONSTANT | RANDOM | UNINITIALISED | {OUTSIDE}
+ROUNDED = 16  # units in the last place of the largest value: as much may torch's results be off
 CHAIN = 4  # operators behind a tensor that a message names
 Settings = tuple[tuple[str, Any], ...]
 
@@ -422,16 +422,10 @@ class Surveyed:
         """
         self.check_combined(one)
         for key, views in self.pilots[one.plain].views.items():
-            if not self.has_scratch(one, key):
+            if "scratch" not in key.split()[:2]:
                 self.check_parts(one, key)
                 for view in views:
                     self.check_view(one, key, view)
-
-    def has_scratch(self, one: Planned, key: str) -> bool:
-        """Tell whether a tensor holds memory that nobody has initialised."""
-        watch = self.pilots[one.plain].watch
-        made = [] if watch is None else ancestors(key, watch.history)
-        return any("scratch" in each.split()[:2] for each in (key, *(a.key for a in made)))
 
     def check_view(self, one: Planned, key: str, view: View) -> None:
         """Raise an error if a view's values are others in another configuration."""
@@ -484,9 +478,11 @@ class Surveyed:
         made = [] if watch is None else ancestors(key, watch.history)
         if all(each.operator in COPIES for each in made) or not mine.dtype.is_floating_point:
             return False
-        largest = theirs[theirs.isfinite()].abs().max() if theirs.isfinite().any() else 0.0
-        near = ROUNDED * torch.finfo(mine.dtype).eps * largest
-        return torch.allclose(mine, theirs, rtol=0.0, atol=float(near), equal_nan=True)
+        unit = torch.finfo(mine.dtype).eps
+        mine, theirs = mine.double(), theirs.double()  # fp8 has no comparisons
+        largest = float(theirs.where(theirs.isfinite(), 0.0).abs().max())
+        near = ROUNDED * unit * largest
+        return torch.allclose(mine, theirs, rtol=0.0, atol=near, equal_nan=True)
 
     def entry_of_view(self, one: Planned, key: str, view: View) -> Entry | None:
         """Return what a view that a pilot saw is at any number of rows, or None if it follows no rule."""
@@ -625,6 +621,8 @@ def difference(
         return (
             f"{list(mine.shape)} at {one.rows} rows and {list(theirs.shape)} at {other.rows} rows"
         )
+    if mine.dtype.is_floating_point:
+        mine, theirs = mine.double(), theirs.double()  # fp8 has no comparisons
     apart = (mine != theirs).reshape(len(mine) if mine.dim() else 1, -1).any(1).nonzero()
     at = int(apart[0]) if len(apart) else 0  # zeros of two signs are equal
     what = f"element {at}" if axis is None else f"row {at // axis.per_row}"

@@ -68,11 +68,8 @@ class Launch:
     @property
     def whole(self) -> list[Any]:
         """All of it, as JSON has it."""
-        return [self.code, *([list(one) for one in each] for each in self.listed)]
-
-    @property
-    def listed(self) -> tuple[tuple[tuple[str, Any], ...], ...]:
-        return self.numbers, self.tensors, self.contents
+        parts = (self.numbers, self.tensors, self.contents)
+        return [self.code, *([list(one) for one in part] for part in parts)]
 
 
 @dataclass
@@ -130,7 +127,7 @@ class Scan(Pilot):
         storage, watch = storage_of(tensor), self.watch
         of = watch.made.get(storage) or watch.known.kept.get(storage)
         made = [] if of is None else [of, *ancestors(of.key, watch.history)]
-        if any(each.key.startswith("scratch") or each.undrawn for each in made):
+        if any(each.undrawn for each in made) or (of and of.key.startswith("scratch")):
             return False
         return 0 < tensor.numel() < SMALL
 

@@ -78,7 +78,7 @@ def describe_members(
     combined = {tuple(sorted(zip(axes, values, strict=True))) for values in product(*axes.values())}
     known = {tuple(sorted(values_of(one).items())) for one in among}
     if labels == combined & known:
-        parts = [f"{n} {', '.join(v)}" for n, v in axes.items() if len(v) < len(every[n])]
+        parts = [f"{n} {_values(v, every[n])}" for n, v in axes.items() if len(v) < len(every[n])]
         if parts:
             return "; ".join(parts)
     return _by_first_axis(members, among, every) or _list(asked, full)
@@ -102,17 +102,27 @@ def _by_first_axis(
             if len({one.label for one in ours}) != prod(len(v) for v in rest.values()):
                 break
             words = "; ".join(
-                f"{n} {', '.join(v)}" for n, v in rest.items() if n != name and v != whole[n]
+                f"{n} {_values(v, whole[n])}"
+                for n, v in rest.items()
+                if n != name and v != whole[n]
             )
             boxes.setdefault(words, []).append(value)
         else:
             found = [
-                f"{name} {', '.join(values)}" + (f" with {words}" if words else "")
+                f"{name} {_values(values, every[name])}" + (f" with {words}" if words else "")
                 for words, values in boxes.items()
             ]
             if found and (not best or len(found) < len(best)):
                 best = found
     return " or ".join(best) if 0 < len(best) <= FEW else ""
+
+
+def _values(values: Sequence[str], every: Sequence[str]) -> str:
+    """List values of a name, or those that are missing if they are far fewer."""
+    missing = [value for value in every if value not in values]
+    if missing and len(values) > FEW * len(missing):
+        return f"all but {', '.join(missing)}"
+    return ", ".join(values)
 
 
 def _list(labels: Sequence[str], full: bool) -> str:

@@ -3,8 +3,8 @@
 [Note: what is drawn]
 Two calls with different row counts draw tensors of different sizes, and torch's generators then give a row another
 value in each. So the numbers are drawn here: each from the state of the generator and the index of the element. The
-generator goes on by as much whatever the size. Then inputs that are the same by their names must hold the same values,
-which the judge compares.
+generator goes on by as much whatever is drawn. Then inputs that are the same by their names must hold the same values,
+which the judge compares. So must memory that nobody has initialised: it gets one value.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from blake3 import blake3
 from isobit.certifying.names.hashes import hash_parts
 
 
-def redraw(call: Callable[[], torch.Tensor], name: str, given: Mapping[str, Any]) -> torch.Tensor:
+def redraw(call: Callable[[], Any], name: str, given: Mapping[str, Any]) -> Any:
     """Call an operator that draws numbers, then put others in their place; the operator's arguments are given by name.
 
     Numbers of a distribution that is not known here stay as torch drew them.
@@ -27,11 +27,11 @@ def redraw(call: Callable[[], torch.Tensor], name: str, given: Mapping[str, Any]
     generator = given.get("generator") or torch.default_generator
     state = generator.get_state()
     found = call()
-    drawn = numbers(name, given, found, state)
+    drawn = numbers(name, given, found, state) if isinstance(found, torch.Tensor) else None
     if drawn is not None:
         found.copy_(drawn)
-        generator.set_state(state)
-        pass_by(generator)
+    generator.set_state(state)
+    pass_by(generator)
     return found
 
 

@@ -72,8 +72,7 @@ class Exposed(FunctionMode):  # type: ignore[misc]
         watch.check(name, [tensor], [])
         made = watch.made.get(storage)
         if made is None or not is_scratch(watch, storage, made):
-            value = watch.content(tensor) if made is None else held_by(tensor)
-            watch.host_reads.append(HostRead(watch.origin(tensor).key, name, value))
+            watch.host_reads.append(HostRead(watch.origin(tensor).key, name, held_by(tensor)))
         if gives and (made is None or made.operator != NUMPY):
             self.given.add(storage)
             whose = watch.known.outside.get(storage, "outside") if made is None else made.recipe

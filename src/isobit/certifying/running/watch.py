@@ -127,7 +127,8 @@ class Made:
         parts: sizes, strides and offsets of parts that were changed in place.
         floats: whether it was made as floats: then its bits are floats, whatever a view of it is called.
         views: of each view that it and its parents were computed from, but for whole tensors.
-        undrawn: whether random numbers that it was computed from were not drawn, so that its values mean nothing.
+        undrawn: whether it was computed from random numbers that were not drawn, or from memory that was not
+            initialised, so that its values mean nothing.
     """
 
     key: str
@@ -289,9 +290,8 @@ class Watch(DispatchMode):  # type: ignore[misc]
     alive: list[Any] = field(default_factory=list)
     filled: set[int] = field(default_factory=set)  # storages that an operator wrote in place
     counts: dict[str, int] = field(default_factory=dict)
-    copies: dict[str, list[int]] = field(
-        default_factory=dict
-    )  # key -> storages that kernels were given
+    # key -> storages that kernels were given
+    copies: dict[str, list[int]] = field(default_factory=dict)
     fresh: dict[int, str] = field(default_factory=dict)  # made outside torch in this call
     host_reads: list[HostRead] = field(default_factory=list)
 
@@ -312,7 +312,10 @@ class Watch(DispatchMode):  # type: ignore[misc]
         changed = [] if func.is_view else changed_by(func, args, kwargs)
         if not func.is_view and name not in VALUELESS:
             self.check(name, given, changed)
-        found = func(*args, **kwargs) if name not in RANDOM else self.draw(func, args, kwargs)
+        is_drawn = name in RANDOM or torch.Tag.nondeterministic_seeded in func.tags
+        found = self.draw(func, args, kwargs) if is_drawn else func(*args, **kwargs)
+        if name in UNINITIALISED and (not self.lazy or found.numel() < SMALL):
+            found.untyped_storage().fill_(0xFF)
         if name in READS or reads_values(func, given):
             shapes = [
                 list(t.shape) for t in _pytree.tree_leaves(found) if isinstance(t, torch.Tensor)
@@ -333,11 +336,12 @@ class Watch(DispatchMode):  # type: ignore[misc]
         name, shape = func._schema.name, given.get("size")
         if shape is None:
             shape = given["self"].shape if isinstance(given.get("self"), torch.Tensor) else ()
-        if not self.lazy or math.prod(shape) < SMALL:
+        if not self.lazy or math.prod(shape) < SMALL or name not in RANDOM:
             return redraw(lambda: func(*args, **kwargs), name, given)
         pass_by(given.get("generator"))
         if "size" not in given:
-            return given["self"] if name.endswith("_") else torch.empty_like(given["self"])
+            like = given["self"]
+            return like if name.endswith("_") else torch.empty_like(like, dtype=given.get("dtype"))
         whole = torch.int64 if "randint" in name else torch.get_default_dtype()
         return torch.empty(given["size"], dtype=given.get("dtype") or whole)
 
@@ -413,7 +417,7 @@ class Watch(DispatchMode):  # type: ignore[misc]
             floats=floats,
             views=joined(*(one.views for one in others), views_of(read)),
             undrawn=any(one.undrawn for one in others)
-            or (self.lazy and operator in RANDOM and tensor.numel() >= SMALL),
+            or (self.lazy and operator in RANDOM | UNINITIALISED and tensor.numel() >= SMALL),
         )
         if before is not None:
             part = (*tensor.shape, *tensor.stride(), tensor.storage_offset(), tensor.numel())
