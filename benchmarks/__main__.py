@@ -39,6 +39,7 @@ CASES = (
     "binaries",
     "roofline",
     "host_time",
+    "machine_code",
     "comparisons",
     "candidates",
     "families",

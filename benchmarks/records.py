@@ -80,6 +80,7 @@ COMMANDS = {
     "binaries": "python -m benchmarks binaries --quick",
     "roofline": "python -m benchmarks roofline",
     "host-time": "python -m benchmarks host_time",
+    "machine-code": "python -m benchmarks machine_code",
     "comparisons": "python -m benchmarks comparisons",
     "candidates": "python -m benchmarks candidates",
     "post-training": "python -m benchmarks post_training",

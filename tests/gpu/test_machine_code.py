@@ -11,13 +11,19 @@ import torch
 
 pytest.importorskip("triton")
 
-from benchmarks.machine_code import attested_calls
+from benchmarks.machine_code import (
+    NVIDIA,
+    Examined,
+    attested_calls,
+    examine,
+    examine_amd,
+    examine_amdgcn,
+    examine_ptx,
+)
 from isobit.certifying.running import card, sass
 from isobit.certifying.running.backends import compiler_for
 from isobit.certifying.running.compile import gpu_target, source_of
-from isobit.ops.gpu.executors import OPERATORS
 
-NVIDIA = ("sm_80", "sm_90", "sm_100")
 PLANTED = """.version 8.6
 .target TARGET
 .address_size 64
@@ -73,88 +79,86 @@ def test_the_recorded_digests_are_of_the_kernels_that_are_made(target):
     assert not card.recorded(target, "0" * 32)
 
 
-# A sum of fp32 and widened bf16 (sub.rn.f32.bf16, sm_100) is one in fp32. HFMA2 also moves constants.
-NARROW = re.compile(r"\b(?:add|sub|mul|fma)\.(?:(?:rn|ftz|sat|relu|oob)\.)*b?f16(?:x2)?\b")
-UNROUNDED = re.compile(r"\b(?:add|sub|mul)\.(?:ftz\.|sat\.)*(?:f32|f32x2|f64)\b")
-
-
-def check_machine_code(target, operators):
-    """Check every kernel that an attestation of operators launches.
-
-    Returns:
-        The digests of their PTX, how many have matrix products, and how many a fused product and sum in their PTX.
-    """
-    made_of, products, known, written = set(), 0, 0, 0
-    for kernel, call in attested_calls(target, operators):
-        made = compiler_for(target).compile(kernel, call)
-        if made.facts.digest in made_of:
-            continue
-        made_of.add(made.facts.digest)
-        assert not UNROUNDED.search(made.ptx), kernel.__name__
-        assert not NARROW.search(made.ptx), kernel.__name__
-        said = sass.listing(sass.assemble(made.ptx, target))
-        assert not sass.fuses(made.ptx, target, said), kernel.__name__
-        code = sass.instructions(said)
-        wanted = sass.count_products(made.ptx)
-        assert bool(sass.count(code, sass.MATRIX)) == bool(wanted), kernel.__name__
-        recorded = card.recorded(target, made.facts.digest)
-        assert recorded in ("", sass.digest_of(code)), kernel.__name__
-        products, known = products + bool(wanted), known + bool(recorded)
-        written += "fma." in made.ptx
-    print(
-        f"{target}: {len(made_of)} kernels, {products} with matrix products, {known} with recorded code,"
-        f" {written} with a fused product and sum in their PTX"
-    )
-    return made_of, products, written
+def kept(found):
+    print(found.target, len(found.made), found.products, found.written, found.known)
+    assert not found.faults, found.faults
+    return found
 
 
 def test_ptxas_keeps_the_roundings_of_some_kernels():
     """The delta rule has fused products and sums next to those that must not be, AdamW divisions and roots."""
-    made, _, written = check_machine_code("sm_90", ("adamw", "delta_rule"))
-    assert len(made) >= 14
-    assert written >= 8
+    found = kept(examine("sm_90", ("adamw", "delta_rule")))
+    assert len(found.made) >= 14
+    assert found.written >= 8
+    assert found.known == len(found.made)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("target", NVIDIA)
 def test_ptxas_keeps_the_roundings_and_the_products(target):
-    made, products, written = check_machine_code(target, OPERATORS)
-    assert len(made) >= 120
-    assert products >= 20
-    assert written >= 9
-    left = set(card.recorded_digests().get(target, {})) - made
+    found = kept(examine(target))
+    assert len(found.made) >= 120
+    assert found.products >= 20
+    assert found.written >= 9
+    left = set(card.recorded_digests().get(target, {})) - found.made
     assert not left, f"of PTX that is not made: python -m benchmarks.machine_code {target}"
 
 
-MFMA = re.compile(r"(#mma\d*) = #ttg\.amd_mfma<\{[^}]*instrShape = \[(\d+), (\d+), (\d+)\]")
-DOT = re.compile(r"tt\.dot .*kWidth = (\d+)\}>> \* .*kWidth = (\d+)\}>>")
-APPROXIMATE = re.compile(r"\bv_(?:exp|log|rsq|sin|cos)_f32|\bv_mad_f32")
-FUSED = re.compile(r"\bv_(?:pk_)?fma(?:c|mk|ak)?_f32")
-DIVISION = re.compile(r"\bv_div_(?:scale|fmas|fixup)_f32|v_sqrt_f32|v_rcp_f32")
+@pytest.mark.parametrize(
+    ("body", "fault"),
+    [
+        (APART, ""),
+        (FREE, "may fuse"),
+        (".reg .b16 %h; cvt.rn.f16.f32 %h, %f2; add.f16 %h, %h, %h;", "16 bits"),
+        (APART.replace("add.rn", "add.rz") + FREE.replace("add.f32", "add.rn.f32"), "may fuse"),
+    ],
+)
+def test_faults_of_a_text_are_named(body, fault):
+    found = Examined("sm_90")
+    examine_ptx(found, "planted", planted("sm_90", body)[0], "0" * 32)
+    assert bool(found.faults) == bool(fault)
+    assert fault in " ".join(found.faults)
+
+
+def test_machine_code_that_is_not_the_recorded_one_is_a_fault(monkeypatch):
+    ptx, _ = planted("sm_90", APART)
+    monkeypatch.setattr(card, "recorded", lambda target, digest: "another")
+    found = Examined("sm_90")
+    examine_ptx(found, "planted", ptx, "0" * 32)
+    assert found.faults == ["sm_90, planted: the machine code is not the recorded one"]
+
+
+def test_matrix_products_that_the_ptx_has_not_are_a_fault(monkeypatch):
+    monkeypatch.setattr(sass, "count_products", lambda ptx: 4)
+    found = Examined("sm_90")
+    examine_ptx(found, "planted", planted("sm_90", APART)[0], "0" * 32)
+    assert "matrix products are not where" in found.faults[0]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_gfx942_adds_in_order_of_k_and_fuses_nothing(dtype):
-    from triton.compiler import compile as triton_compile
+    found = kept(examine_amd(dtype))
+    assert found.products >= 10
+    assert found.written < len(found.made)
 
-    dots = kernels = 0
-    for kernel, call in attested_calls(
-        "gfx942", ("linear", "attention", "rms_norm", "silu"), dtype
-    ):
-        made = triton_compile(
-            source_of(kernel, call), target=gpu_target("gfx942"), options=call.options.__dict__
-        )
-        text, code = made.asm["ttgir"], made.asm["amdgcn"]
-        widths = {width for found in DOT.findall(text) for width in found}
-        # A lane has k in order if it has four 16-bit products of an instruction of 16 or 8, or one of fp32.
-        assert widths <= ({"4"} if dtype == torch.bfloat16 else {"1"}), (kernel.__name__, widths)
-        assert not APPROXIMATE.search(code), kernel.__name__
-        written = "math.fma" in text or "tt.extern_elementwise" in text or dtype == torch.float32
-        assert written or DIVISION.search(code) or not FUSED.search(code), kernel.__name__
-        dots, kernels = dots + bool(widths), kernels + 1
-    print(f"gfx942 {dtype}: {kernels} kernels, {dots} with matrix products")
-    assert dots >= 10
+
+@pytest.mark.parametrize(
+    ("text", "code", "fault"),
+    [
+        ("", "v_add_f32 v0, v1, v2", ""),
+        ("tt.dot {kWidth = 4}>> * {kWidth = 4}>>", "v_mfma_f32", ""),
+        ("tt.dot {kWidth = 8}>> * {kWidth = 8}>>", "v_mfma_f32", "k is not ascending"),
+        ("", "v_exp_f32 v0, v1", "approximate"),
+        ("", "v_fmac_f32 v0, v1, v2", "fused"),
+        ("math.fma", "v_fmac_f32 v0, v1, v2", ""),
+    ],
+)
+def test_faults_of_amd_code_are_named(text, code, fault):
+    found = Examined("gfx942")
+    examine_amdgcn(found, "planted", text, code, torch.bfloat16)
+    assert bool(found.faults) == bool(fault)
+    assert fault in " ".join(found.faults)
 
 
 SCRATCH = re.compile(r"(?:tt\.load|buffer_load) %scratch\b")

@@ -21,7 +21,16 @@ from isobit.ops import device_tables
 from isobit.ops.attention.op import Places
 
 BF16 = torch.bfloat16
-WAITS = ("tolist", "item", "cpu", "__bool__", "__int__", "nonzero", "numpy", "pin_memory")
+WAITS = (
+    *("tolist", "item", "cpu", "numpy", "pin_memory", "is_nonzero"),
+    *("__bool__", "__int__", "__float__", "__index__", "__contains__"),
+    *("nonzero", "unique", "masked_select", "equal", "allclose"),
+)
+OF_TORCH = (
+    *("tensor", "as_tensor", "equal", "allclose", "nonzero", "unique", "unique_consecutive"),
+    *("bincount", "masked_select", "is_nonzero"),
+)
+ON_CPU = ("inverse", "scale_of")  # a temperature, which is a number on the CPU
 
 
 @pytest.fixture
@@ -33,9 +42,8 @@ def card(monkeypatch):
         real = getattr(place, name)
 
         def wait(*given, **named):
-            caller = sys._getframe(1).f_code.co_filename
-            # A number for a kernel's argument is made on the CPU.
-            if "/isobit/" in caller and not caller.endswith("logprob/portable.py"):
+            caller = sys._getframe(1).f_code
+            if "/isobit/" in caller.co_filename and caller.co_name not in ON_CPU:
                 waits[name] += 1
                 if open_captures:
                     raise RuntimeError(f"{name}: operation not permitted when stream is capturing")
@@ -45,7 +53,7 @@ def card(monkeypatch):
 
     for name in WAITS:
         watched(Tensor, name)
-    for name in ("tensor", "equal"):
+    for name in OF_TORCH:
         watched(torch, name)
     monkeypatch.setattr(device_tables, "is_capturing", lambda: bool(open_captures))
     for module in ("ops.embedding.triton", "ops.logprob.op"):
@@ -68,34 +76,52 @@ def card(monkeypatch):
         yield capture
 
 
-class Step:
-    """Two layers: embedding, norm, attention with norms of heads, a gated product, and log-probabilities."""
+LAUNCHES = 138  # of a step of training with 2 layers
 
-    def __init__(self, batch, tokens, keys=None):
+
+class Step:
+    """Qwen3 of some layers: embedding, the layers, a last norm, and log-probabilities.
+
+    A layer has two norms, a product for queries, keys and values, norms of heads, rotary positions, attention, a
+    product, and a gated MLP. All layers have the same weights, which changes no launch.
+    """
+
+    def __init__(self, batch, tokens, keys=None, layers=2):
         def made(*shape):
             return torch.zeros(shape, dtype=BF16, requires_grad=True)
 
         self.ids = torch.zeros(batch, tokens, dtype=torch.int64)
         self.keys = None if keys is None else torch.zeros(batch, keys, 2, 64, dtype=BF16)
         self.table = torch.zeros(100, 256, dtype=BF16)
-        self.weights = [made(256), made(512, 256), made(64), made(256, 256), made(100, 256)]
+        self.angles = torch.zeros(batch, tokens, 64)
+        self.layers = layers
+        self.weights = [
+            *(made(256), made(256), made(256)),
+            *(made(256, 256), made(128, 256), made(128, 256), made(64), made(64), made(256, 256)),
+            *(made(512, 256), made(512, 256), made(256, 512), made(100, 256)),
+        ]
 
     def forward(self, samples=None):
-        norm, wide, head, square, words = self.weights
+        first, second, last, *projections, gate, up, down, words = self.weights
+        queries, keys, values, q_norm, k_norm, out = projections
+        given = {"samples": samples}
         x = isobit.embedding(self.ids, self.table)
-        for _ in range(2):
-            h = isobit.linear(isobit.rms_norm(x, norm, samples=samples), wide, samples=samples)
-            q = isobit.rms_norm(
-                h[..., :256].unflatten(-1, (4, 64)), head, heads=True, samples=samples
-            )
-            k, v = (h[..., at : at + 128].unflatten(-1, (2, 64)) for at in (256, 384))
+        for _ in range(self.layers):
+            h = isobit.rms_norm(x, first, **given)
+            made = isobit.linear_group(h, (queries, keys, values), **given)
+            q, k, v = (one.unflatten(-1, (-1, 64)) for one in made)
+            q = isobit.rms_norm(q, q_norm, heads=True, **given)
+            k = isobit.rms_norm(k, k_norm, heads=True, **given)
+            q, k = (isobit.rotary(one, self.angles, self.angles) for one in (q, k))
             if self.keys is not None:
                 k = v = self.keys
             y = isobit.attention(q, k, v, is_causal=True, q_samples=samples, k_samples=samples)
-            x = x + isobit.linear(
-                isobit.swiglu(y.flatten(-2), h[..., :256]), square, samples=samples
-            )
-        return isobit.linear_logprob(x, words, self.ids, samples=samples)
+            x = x + isobit.linear(y.flatten(-2), out, **given)
+            h = isobit.rms_norm(x, second, **given)
+            h = isobit.swiglu(*isobit.linear_group(h, (gate, up), **given))
+            x = x + isobit.linear(h, down, **given)
+        x = isobit.rms_norm(x, last, **given)
+        return isobit.linear_logprob(x, words, self.ids, **given)
 
     def train(self, samples=None):
         y = self.forward(samples)
@@ -113,10 +139,23 @@ def test_a_step_of_training_is_captured(card, packed):
     again = Counter(card.waits)
     with card():
         step.train(samples)
-    assert set(again) <= {"__bool__"}, (
-        again
-    )  # targets and ids, which a capture checks on the device
-    assert card.backend.launches // 2 >= 30
+    # Targets and ids, which a capture checks on the device.
+    assert again == {"__bool__": 2}
+    assert card.backend.launches == 2 * LAUNCHES
+
+
+def test_launches_and_waits_of_36_layers(card):
+    """Qwen3-8B has 36: a step waits for the checks of ids and targets only, however many layers there are."""
+    training, decoding = Step(2, 64, layers=36), Step(2, 1, keys=300, layers=36)
+    found = []
+    for step, call in ((training, training.train), (decoding, decoding.forward)):
+        with torch.set_grad_enabled(step is training):
+            call()
+            card.waits.clear()
+            card.backend.launches = 0
+            call()
+        found.append((card.backend.launches, dict(card.waits)))
+    assert found == [(2212, {"__bool__": 2}), (581, {"__bool__": 2})]
 
 
 def test_a_step_of_decoding_is_captured(card):

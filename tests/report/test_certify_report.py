@@ -223,6 +223,21 @@ def test_matrix_instructions_are_named_and_their_equality_is_a_model():
     said = " ".join(describe_certificate(mixed).split())
     assert "if mma.sync and wgmma.mma_async round alike, as MMA-Sim's model has it" in said
     assert "mma.sync in BLOCK_M 16; wgmma.mma_async in BLOCK_M 64" in said
+    # So it is said if targets differ, and if bits may differ between targets.
+    apart = fakes.target_of("sm_80", lambda rows, s: 1, rows=rows, settings=vary)
+    both = replace(target, outcomes=outcomes, kernels=kernels)
+    found = fakes.certified([apart, both], vary=vary, rows=rows)
+    assert "on each target in all 8 configurations" in conclude(found)
+    assert "as MMA-Sim's model has it." in conclude(found)
+    alike = fakes.target_of("sm_80", lambda rows, s: 0, rows=rows, settings=vary)
+    own = tuple(replace(one, approximate=("ex2.approx.ftz.f32",)) for one in kernels)
+    found = fakes.certified(
+        [alike, replace(both, kernels=own)],
+        vary=vary,
+        rows=rows,
+        groups=(("sm_80", "sm_90"),),
+    )
+    assert "as MMA-Sim's model has it. Between targets bits may differ" in conclude(found)
     alone = fakes.certified([replace(target, kernels=kernels[:1])], vary=vary, rows=rows)
     said = " ".join(describe_certificate(alone).split())
     assert "MMA-Sim" not in said

@@ -17,13 +17,7 @@ from isobit import __version__
 from isobit.certifying.judging.certificate import cautions, judge_target, shared_targets
 from isobit.certifying.judging.configurations import Surveyed, plan
 from isobit.certifying.judging.judging import shown
-from isobit.certifying.judging.scan import (
-    Scanned,
-    compare_first,
-    first_launches,
-    not_looked_for,
-    scan_and_add,
-)
+from isobit.certifying.judging.scan import Scanned, compare_first, first_launches, scan_and_add
 from isobit.certifying.records import Certified, TargetReport, TensorRead
 from isobit.certifying.report.json import certificate_as_json, plain_certificate
 from isobit.certifying.report.page import write_certificate_page
@@ -135,7 +129,7 @@ def certify(
     triton = triton_package()
     targets = tuple(dict.fromkeys(check_target(target) for target in targets))
     plans = plan(function, rows, vary or {})
-    notes = [why] if (why := not_looked_for()) and len(plans) > 1 else []
+    notes: list[str] = []
     unjudged: list[str] = []
     unsettled: list[str] = []
     scanned = Scanned()

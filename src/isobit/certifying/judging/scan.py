@@ -18,8 +18,8 @@ import os
 import select
 import signal
 import sys
-import threading
 import time
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -446,15 +446,21 @@ def first_launches(
     """Return what row counts launch if they are called from the largest to the smallest.
 
     A plan that is cached by the first call would otherwise be the one of the smallest row count in all calls. The
-    calls are made in a copy of this process, so that they leave nothing behind; {} if there is none, as with threads:
-    then `not_looked_for` says so. A row count has [] if the copy was too slow or failed.
+    calls are made in a copy of this process, so that they leave nothing behind. The copy has no other threads; if it
+    waits for one, or fails, or there can be no copy, a row count has [], and there is no verdict.
     """
     settings = plans[0].settings if plans else ()
     counts = sorted({p.rows for p in plans if p.rows is not None and p.settings == settings})
-    if len(counts) < 2 or not_looked_for():
+    if len(counts) < 2:
         return {}
+    if not hasattr(os, "fork"):
+        return {rows: [] for rows in counts}
     reading, writing = os.pipe()
-    child = os.fork()
+    with (
+        warnings.catch_warnings()
+    ):  # Python 3.12 warns if there are threads: the copy may wait for one
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
     if child == 0:
         text = "{}"
         with contextlib.suppress(BaseException):
@@ -477,14 +483,6 @@ def first_launches(
     os.close(writing)
     found = json.loads(read(reading, child))
     return {rows: found.get(str(rows), []) for rows in counts}
-
-
-def not_looked_for() -> str:
-    """Return why this process cannot be copied, as a note of the certificate; "" if it can."""
-    if hasattr(os, "fork") and threading.active_count() == 1:
-        return ""
-    why = "has threads" if hasattr(os, "fork") else "cannot be copied"
-    return f"whether the function keeps what it chose in its first call was not judged: this process {why}"
 
 
 def read(reading: int, child: int) -> str:
@@ -514,7 +512,10 @@ def compare_first(surveyed: Surveyed, first: dict[int, list[Any]]) -> list[Unjud
         )
     ]
     if first and not any(first.values()):
-        text = "whether the function keeps what it chose in its first call could not be seen"
+        text = (
+            "whether the function keeps what it chose in its first call could not be seen in a copy of this process; "
+            "isobit certify sees it from the command line, in a process of its own"
+        )
         return [Unjudged(tuple(sorted(first)), text)]
     what = "something else is launched if larger row counts are called before: the function keeps what it chose"
     return [Unjudged(tuple(different), what)] if different else []

@@ -252,26 +252,35 @@ def _kept(found: Certified) -> list[str]:
         if rows == 1:
             return [f"One expression in {count}: there was nothing to compare it with."]
         return [f"One expression in all {rows:,} rows of {count}."]
+    model = _model_of_matrices(found)
     if len(found.targets) > 1 and len(found.groups) != 1:
         same = "; ".join(listed(group) for group in found.groups if len(group) > 1)
         also = f" {same}: the same expression." if same else ""
         each = f"One expression on each target in all {count}:"
-        return [
-            f"{each} a row has the same bits in each of a target's, for all float inputs.{also}"
-        ]
+        bits = "a row has the same bits in each of a target's, for all float inputs"
+        return [f"{each} {bits}{model}.{also}"]
     approximate = approximations(found)
     if approximate and len(found.targets) > 1:
         return [
-            f"The same expression in all {count}; the same bits on each target, for all float inputs. Between targets "
-            f"bits may differ: each GPU has its own approximation of {listed(approximate)}."
+            f"The same expression in all {count}; the same bits on each target, for all float inputs{model}. Between "
+            f"targets bits may differ: each GPU has its own approximation of {listed(approximate)}."
         ]
-    several = [
-        listed(sorted(k)) for t in found.targets for c in t.classes if len(k := kinds_of(c, t)) > 1
-    ]
-    model = f", if {several[0]} round alike, as MMA-Sim's model has it" if several else ""
     return [
         f"One expression in all {count}: a row has the same bits in each, for all float inputs{model}."
     ]
+
+
+def _model_of_matrices(found: Certified) -> str:
+    """Return the condition under which several kinds of matrix instructions have one result, or ""."""
+    several = dict.fromkeys(
+        listed(sorted(kinds))
+        for target in found.targets
+        for one in target.classes
+        if len(kinds := kinds_of(one, target)) > 1
+    )
+    if not several:
+        return ""
+    return f", if {'; '.join(several)} round alike, as MMA-Sim's model has it"
 
 
 def approximations(found: Certified) -> list[str]:
