@@ -7,6 +7,7 @@
 
 import argparse
 import sys
+import traceback
 from importlib import import_module
 
 CASES = (
@@ -68,6 +69,16 @@ parser.add_argument(
     choices=["float32", "bfloat16", "float16"],
 )
 options = parser.parse_args()
-sys.exit(
-    import_module(f"benchmarks.{options.case}").run(options.quick, options.threads, options.dtypes)
-)
+case = import_module(f"benchmarks.{options.case}")
+try:
+    code = case.run(options.quick, options.threads, options.dtypes)
+except SystemExit as ended:
+    code = ended.code
+except Exception:
+    code = traceback.format_exc()
+if isinstance(
+    code, str
+):  # Python would exit with 1, which says of a record that something is broken
+    print(code, file=sys.stderr)
+    code = 2
+sys.exit(code)

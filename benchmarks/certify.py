@@ -3,12 +3,14 @@
 import time
 from collections import Counter
 
+import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from isobit.certifying.running.compile import Compiler, specialise
 from isobit.ops.linear import triton_products as linear
+from isobit.ops.linear.tiles import tile_of
 from isobit.order.plan import ATTENTION_CHUNK
 from tests.certifying.attention_cases import attention_case, decode_against_prefill
 from tests.certifying.cases import (
@@ -208,7 +210,9 @@ def show_registers(console, quick):
             kernel = linear.linear_tile
             if form == "counter":
                 kernel = linear.linear_counter
-                given |= {"scratch": empty(16), "LEVELS": count.bit_length() - 2}
+                pairs = tile_of("many rows", torch.bfloat16, target).pairs
+                levels = count.bit_length() - pairs.bit_length() - 1
+                given |= {"scratch": empty(16), "PAIRS": pairs, "LEVELS": levels}
             facts = compiler.compile(kernel, specialise(kernel, target, (), given)).facts
             table.add_row(
                 kernel.__name__,

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from cryptography.hazmat.primitives import serialization
@@ -202,6 +203,24 @@ def test_a_record_is_of_the_sources_that_it_says(name):
     if "sources" in record:  # records of older benchmarks name their commit alone
         sources = records.sources_of(name, record["commit"], records.loaded(record))
         assert record["sources"] == records.sources_digest(record["commit"], sources)
+
+
+@pytest.mark.parametrize(
+    ("run", "code"),
+    [
+        (lambda *options: 0, 0),
+        (lambda *options: 1, 1),
+        (lambda *options: sys.exit("it needs a package"), 2),
+        (lambda *options: {}["a mistake"], 2),
+    ],
+)
+def test_a_benchmark_that_could_not_run_has_nothing_broken(run, code, monkeypatch):
+    """`make` stores a record of code 1, which is a broken promise, and of no other but 0."""
+    monkeypatch.setitem(sys.modules, "benchmarks.leaf", SimpleNamespace(run=run))
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "leaf"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("benchmarks", run_name="__main__")
+    assert ended.value.code == code
 
 
 def test_sources_of_a_record_are_those_that_its_command_reaches():
