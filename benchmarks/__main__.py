@@ -76,9 +76,8 @@ except SystemExit as ended:
     code = ended.code
 except Exception:
     code = traceback.format_exc()
-if isinstance(
-    code, str
-):  # Python would exit with 1, which says of a record that something is broken
+# Python would exit with 1 after a text, which says of a record that something is broken
+if isinstance(code, str):
     print(code, file=sys.stderr)
     code = 2
 sys.exit(code)

@@ -106,6 +106,21 @@ DIFFERENT = {
     ),
     "addition of zero": ("add.rn.f32 %d, %a, 0f00000000;", "mov.b32 %d, %a;"),
     "product with one": ("mul.rn.f32 %d, %a, 0f3F800000;", "mov.b32 %d, %a;"),
+    "a value in a lane, times one": (
+        "mov.b32 %r2, 0f3F800000; mov.b64 %w1, {%a, %b}; mov.b64 %w2, {%r2, %r2}; "
+        "mul.rn.f32x2 %w3, %w1, %w2; mov.b64 {%d, %r4}, %w3;",
+        "mov.b32 %d, %a;",
+    ),
+    "a maximum in a lane, and plus zero": (
+        "max.f32 %r1, %a, %b; mov.b32 %r2, 0f00000000; mov.b64 %w1, {%r1, %b}; mov.b64 %w2, {%r2, %r2}; "
+        "add.rn.f32x2 %w3, %w1, %w2; mov.b64 {%d, %r4}, %w3;",
+        "max.f32 %d, %a, %b;",
+    ),
+    "a maximum in a lane, times one and flushed": (
+        "max.f32 %r1, %a, %b; mov.b32 %r2, 0f3F800000; mov.b64 %w1, {%r1, %b}; mov.b64 %w2, {%r2, %r2}; "
+        "mul.rn.ftz.f32x2 %w3, %w1, %w2; mov.b64 {%d, %r4}, %w3;",
+        "max.f32 %d, %a, %b;",
+    ),
     "an approximation": ("div.rn.f32 %d, %a, %b;", "div.full.f32 %d, %a, %b;"),
     "another lane": (
         "shfl.sync.bfly.b32 %d, %a, 1, 31, -1;",
@@ -140,6 +155,13 @@ EQUAL = {
     "-inf in a max that keeps NaN": (
         "max.NaN.f32 %d, %a, %b;",
         "max.NaN.f32 %r1, %a, 0fFF800000; max.NaN.f32 %d, %r1, %b;",
+    ),
+    "a maximum beside a sum in two lanes": (
+        "max.f32 %r1, %a, %b; mov.b32 %r2, 0f3F800000; mov.b32 %r3, 0f80000000; mov.b64 %w1, {%c, %r1}; "
+        "mov.b64 %w2, {%b, %r2}; mul.rn.f32x2 %w3, %w1, %w2; mov.b64 %w4, {%a, %r3}; "
+        "mov.b64 %w5, {%b, %r2}; mul.rn.f32x2 %w4, %w5, %w4; add.rn.f32x2 %w3, %w3, %w4; "
+        "mov.b64 {%r4, %d}, %w3;",
+        "max.f32 %d, %a, %b;",
     ),
     "packing and unpacking": (
         "mov.b32 {%h1, %h2}, %a; mov.b32 %d, {%h1, %h2};",

@@ -36,6 +36,7 @@ from isobit.certifying.machine.bulk_copies import TensorArgument, TensorMap
 from isobit.certifying.machine.control import meeting_points, run_threads
 from isobit.certifying.machine.memory import Buffer, Pointer, Shared
 from isobit.certifying.machine.opcodes.table import find
+from isobit.certifying.machine.packed import following
 from isobit.certifying.machine.races import AsynchronousRaces, Races
 from isobit.certifying.machine.registers import IntegerBits
 from isobit.certifying.machine.state import State
@@ -97,7 +98,7 @@ class Machine(State):
         self.waited, self.always_waited = False, True
         self.active: Array | None = None  # the threads that run, while warps run apart
         self.meeting_points = meeting_points(program)
-        self.steps = [find(each)[0](each) for each in program.instructions]
+        self.steps = [following(each, find(each)[0](each)) for each in program.instructions]
         self.register_only = [find(each)[1] for each in program.instructions]
 
     @property

@@ -12,6 +12,10 @@ are associative, commutative and idempotent on such results. max(a, a) is not `a
 payload becomes canonical), so a set of one member differs from the member.
 The constant -inf is dropped from a set of `max.NaN`, where it never decides. It stays in a set of
 `max.f32`: max(NaN, -inf) is -inf, and the maximum of NaN alone is NaN.
+
+A maximum is a number or the canonical NaN, so m * 1 and m + -0 are m in every bit. LLVM has both where it puts a
+maximum beside a sum into one instruction of two lanes (`f32x2`, sm_100): the sum is x * a + y * b, and its neighbour
+becomes m * 1 + -0 * 1. Of other values this is not so: x * 1 makes a NaN canonical.
 """
 
 from __future__ import annotations
@@ -25,6 +29,8 @@ from isobit.certifying.names.names import Names
 
 KEPT = 1 << 24  # members in the side table before it is forgotten
 LARGEST = 1 << 16  # members of one set; a larger one is named by its operands in order
+ONE, MINUS_ZERO = nm.constant_float(1.0), nm.constant_float(-0.0)
+NEUTRAL = {"mul": ONE, "add": MINUS_ZERO}  # the operand that leaves a maximum as it is
 LEAST = {"max": nm.constant_float(float("-inf")), "min": nm.constant_float(float("inf"))}
 
 
@@ -37,6 +43,7 @@ class Sets:
 
     def __init__(self) -> None:
         self.members: dict[tuple[str, int], Names] = {}
+        self.operations: set[str] = set()
         self.kept = 0
 
     def join(self, operation: str, operands: Sequence[Names]) -> Names:
@@ -46,6 +53,7 @@ class Sets:
             operation: "max", "min" or a variant such as "max.NaN"; variants do not mix.
             operands: arrays of names of one shape.
         """
+        self.operations.add(operation)
         arrays = np.broadcast_arrays(*operands)
         shape = arrays[0].shape
         columns = np.stack([each.reshape(-1) for each in arrays])
@@ -54,6 +62,26 @@ class Sets:
         for i, column in enumerate(columns.T):
             made[i] = self.name(operation, column)
         return made[back.reshape(-1)].reshape(shape)
+
+    def unchanged(self, operation: str, operands: Sequence[Names], made: Names) -> Names:
+        """Return the names of an operation of fp32, with that of a maximum where it leaves one as it is."""
+        if operation not in NEUTRAL:
+            return made
+        for value, other in (operands, reversed(operands)):
+            places = np.flatnonzero(other == NEUTRAL[operation])
+            kept = [at for at in places if self.has(int(value[at]))]
+            if kept:
+                made = made.copy()
+                made[kept] = value[kept]
+        return made
+
+    def has(self, name: int) -> bool:
+        """Tell whether a name is known as that of a maximum or a minimum of fp32."""
+        return any(
+            (operation, name) in self.members
+            for operation in self.operations
+            if not operation.endswith("f16")
+        )
 
     def name(self, operation: str, operands: Names) -> int:
         """Return the name of the maximum of a few operands."""

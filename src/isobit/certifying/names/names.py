@@ -16,6 +16,7 @@ Point Comparisons" and the `.f32` notes of add, mul, fma):
   max and min are sets: associative, commutative, idempotent (see `Sets`)
   x - y is x + (-y), and a sign is taken out of a product (see [Note: signs] in signs.py)
   an operation on constants only, correctly rounded, is the constant that it gives
+  m * 1 and m + -0 of a maximum m in a lane of f32x2 are m (see [Note: maxima] in maxima.py)
 There is no rule x + 0 = x (it is wrong for -0) and no rule x * 1 = x (it is wrong for a NaN), so a
 tensor-core step over products of zeros stays in the name: a kernel that pads with zeros equals
 another that pads alike.

@@ -14,6 +14,7 @@ from isobit.certifying.machine.registers import Word
 from isobit.certifying.machine.state import State
 from isobit.certifying.names import arithmetic as ar
 from isobit.certifying.names import names as nm
+from isobit.certifying.names.maxima import SETS
 from isobit.certifying.names.names import Array
 from isobit.certifying.ptx.program import Immediate, Instruction, Operand
 from isobit.certifying.running.refusals import unknown
@@ -196,10 +197,12 @@ def vector(
     if has_names(machine, name, sources):
         both = [machine.names_of(each, width) for each in sources]
         if kind == "f32x2":
-            made = tuple(
-                Word(machine.make(name, [each[i].value for each in both], bits[i::2]))
-                for i in (0, 1)
-            )
+            lanes = []
+            for i in (0, 1):
+                operands = [each[i].value for each in both]
+                lane = machine.make(name, operands, bits[i::2])
+                lanes.append(Word(SETS.unchanged(name.operation, operands, lane)))
+            made = tuple(lanes)
         else:
             parts = []
             for i in (0, 1):

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from isobit.certifying.machine import predicates
+from isobit.certifying.machine import packed
 from isobit.certifying.machine.naming import Naming
 from isobit.certifying.machine.opcodes.integers import COMPUTE as LOGIC
 from isobit.certifying.machine.opcodes.integers import from_halves, half_list, join_predicates
@@ -20,7 +20,6 @@ from isobit.certifying.names import names as nm
 from isobit.certifying.names.names import Array
 from isobit.certifying.ptx.program import (
     WIDTHS,
-    Immediate,
     Instruction,
     Operand,
     Pair,
@@ -151,9 +150,6 @@ def set_predicate(instruction: Instruction) -> Step:
     compare = comparison(instruction, rest[0], kind)
     target, a, b, *more = instruction.operands
     alike = rest[0] in ("eq", "ne") and kind not in FLOATS
-    compares_to_zero = (
-        alike and isinstance(b, Immediate) and b.value == 0 and width in predicates.FLAG_WIDTHS
-    )
     ftz = ".ftz" if "ftz" in parts else ""
     name = Naming(f"setp.{rest[0]}{ftz}.{'b' + str(width) if alike else kind}", alike)
 
@@ -161,8 +157,8 @@ def set_predicate(instruction: Instruction) -> Step:
         with np.errstate(all="ignore"):
             bits = compare(machine.bits(a, width), machine.bits(b, width))
         made = machine.opaque(name, [(a, width), (b, width)], bits, 1)
-        if made is not None and compares_to_zero:
-            made = predicates.recall(machine, made, a, width, negate=rest[0] == "eq")
+        if made is not None and kind not in FLOATS:
+            made = normal(1, packed.unpack(machine, made, compare, (a, b), width))
         results = [(target, bits, made)]
         if isinstance(target, Pair):
             other = None if made is None else negated(made)
@@ -197,8 +193,8 @@ def select(instruction: Instruction) -> Step:
             guard = machine.names_of(predicate, 1) if machine.tainted(predicate) else None
             x, y = machine.names_of(a, width), machine.names_of(b, width)
             made = normal(width, merge(width, chosen, guard, x, y))
-            if guard is not None and made is not None and width in predicates.FLAG_WIDTHS:
-                predicates.remember(machine, width, made, guard, a, b)
+            if guard is not None and made is not None:
+                packed.pack(machine, width, made, guard, a, b)
             if machine.recorded is not None and made is not None and width == 32:
                 known = nm.constant_predicate(chosen) if guard is None else guard
                 operands = [known, x.value, y.value]
