@@ -17,6 +17,10 @@ def signed(value, width=32):
     return value - (1 << width) if value >> (width - 1) else value
 
 
+def clamped_to_16(x, y):
+    return int(min(max(np.float32(signed(x)), -32768), 32767))
+
+
 def toward_zero(x, y):
     return abs(x) // abs(y) * (1 if (x < 0) == (y < 0) else -1)
 
@@ -69,6 +73,8 @@ def toward_zero(x, y):
         ("mov.b32 {%h1, %h2}, %a; mov.b32 %d, {%h2, %h1};", lambda x, y: x >> 16 | x << 16),
         ("cvt.u16.u32 %h1, %a; cvt.u32.u16 %d, %h1;", lambda x, y: x & 0xFFFF),
         ("cvt.u16.u32 %h1, %a; cvt.s32.s16 %d, %h1;", lambda x, y: signed(x, 16)),
+        ("cvt.s16.u32 %d, %a;", lambda x, y: signed(x, 16)),
+        ("cvt.rn.f32.s32 %r1, %a; cvt.rzi.s16.f32 %d, %r1;", clamped_to_16),
         (
             "cvt.s64.s32 %w1, %a; shr.u64 %w2, %w1, 32; cvt.u32.u64 %d, %w2;",
             lambda x, y: signed(x) >> 32,

@@ -89,6 +89,13 @@ DIFFERENT = {
     "halves exchanged": ("prmt.b32 %d, %a, %b, 0x5410;", "prmt.b32 %d, %a, %b, 0x1054;"),
     "a byte": ("prmt.b32 %d, %a, %b, 0x3210;", "prmt.b32 %d, %a, %b, 0x3214;"),
     "a field of bits": ("bfe.u32 %d, %a, 23, 8;", "bfe.u32 %d, %a, 22, 8;"),
+    "a sign above the type of a conversion": ("cvt.s16.u32 %d, %a;", "cvt.u16.u32 %d, %a;"),
+    "a predicate's number below an extended sign": (
+        "setp.lt.f32 %p1, %a, %b; selp.b32 %r1, -1, 0, %p1; cvt.s16.u32 %r2, %r1; setp.eq.b32 %p4, %r2, -1; "
+        "selp.b32 %d, %a, %c, %p4;",
+        "setp.lt.f32 %p1, %a, %b; selp.b32 %r1, -1, 0, %p1; cvt.u16.u32 %r2, %r1; setp.eq.b32 %p4, %r2, -1; "
+        "selp.b32 %d, %a, %c, %p4;",
+    ),
     "an integer of a float": ("cvt.rzi.s32.f32 %d, %a;", "cvt.rni.s32.f32 %d, %a;"),
     "the reading of 16 bits": (
         "mov.b32 {%h1, %h2}, %a; cvt.f32.bf16 %d, %h2;",

@@ -26,6 +26,9 @@ from isobit.certifying.names import names as nm
 from isobit.certifying.names.names import Array, Names
 from isobit.certifying.ptx.program import WIDTHS, Immediate, Instruction, Operand, Register
 
+KEPT = (
+    1 << 17
+)  # numbers before all are forgotten: then a bit has a name of its own, which may tell equal values apart
 WORDS = (16, 32, 64)  # bits of a number that is followed
 FALSE, TRUE = nm.constant_predicate(0), nm.constant_predicate(1)
 OPPOSITE = np.uint64(1 << 63)  # marks the opposite of a predicate; names have 62 bits
@@ -47,7 +50,10 @@ def constants(numbers: Array, width: int) -> Rows:
 def keep(machine: State, names: Names, bits: Rows, known: Array) -> None:
     """Remember what the bits of numbers are, in the threads where it is known."""
     fresh = known & ~nm.is_constant(names)
-    machine.state.setdefault(KEY, {}).update(zip(names[fresh].tolist(), bits[fresh], strict=True))
+    table = machine.state.setdefault(KEY, {})
+    if len(table) > KEPT:
+        table.clear()
+    table.update(zip(names[fresh].tolist(), bits[fresh], strict=True))
 
 
 def pack(machine: State, width: int, made: Any, predicate: Names, a: Operand, b: Operand) -> None:
@@ -111,6 +117,8 @@ def unpack(
         numbers = (ones * weights).sum(1, dtype=np.uint64).astype(UNSIGNED[width])
         outcomes.append(compare(numbers, against))
     if_false, if_true = outcomes
+    # a predicate that is taken for a constant is no longer followed, so what runs must agree
+    known &= (if_true != if_false) | (if_true == compare(machine.bits(number, width), against))
     found = np.where(if_true, predicate, negated(predicate))
     found = np.where(if_true == if_false, nm.constant_predicate(if_true), found)
     return np.where(known, found, made)

@@ -131,8 +131,12 @@ def integers(instruction: Instruction, to: str, source: str) -> Step:
     target, operand = instruction.operands
     wide, narrow_width = WIDTHS[to], WIDTHS[source]
     number: Any = SIGNED[narrow_width] if source[0] == "s" else UNSIGNED[narrow_width]
-    name = Naming(f"cvt.{to}.{source}")
     out = getattr(target, "width", wide)
+    name = Naming(f"cvt.{to}.{source}" + (f" to {out}" if out != wide else ""))
+    # a part of what is read, with zeros above: not where a sign is extended, also beyond the type
+    keeps_halves = min(wide, narrow_width) >= 16 and not (
+        (source[0] == "s" and wide > narrow_width) or (to[0] == "s" and out > wide)
+    )
 
     def step(machine: State, mask: Array | None) -> None:
         value = machine.bits(operand, max(narrow_width, 8)).view(number)
@@ -141,8 +145,7 @@ def integers(instruction: Instruction, to: str, source: str) -> Step:
         bits = value.astype(cut).astype(kind).view(UNSIGNED[out])
         made = None
         if machine.names and machine.tainted(operand):
-            extends = source[0] == "s" and wide > narrow_width
-            if min(wide, narrow_width) >= 16 and not extends:
+            if keeps_halves:
                 zeros = np.full(machine.threads, nm.FIXED)
                 halves = half_list(machine, operand, narrow_width)[: wide // 16]
                 made = from_halves((halves + [zeros] * 4)[: out // 16])
@@ -175,7 +178,10 @@ def numbers(instruction: Instruction, to: str, source: str, modifiers: set[str])
 
     def step(machine: State, mask: Array | None) -> None:
         with np.errstate(all="ignore"):
-            bits = compute(machine.bits(operand, from_width)).astype(UNSIGNED[out])
+            bits = compute(machine.bits(operand, from_width))
+        if to[0] == "s":
+            bits = bits.view(SIGNED[width]).astype(SIGNED[out])
+        bits = bits.astype(UNSIGNED[out])
         machine.write(target, bits, mask, machine.opaque(name, [(operand, from_width)], bits, out))
 
     return step

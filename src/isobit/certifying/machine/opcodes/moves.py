@@ -193,7 +193,7 @@ def select(instruction: Instruction) -> Step:
             guard = machine.names_of(predicate, 1) if machine.tainted(predicate) else None
             x, y = machine.names_of(a, width), machine.names_of(b, width)
             made = normal(width, merge(width, chosen, guard, x, y))
-            if guard is not None and made is not None:
+            if guard is not None and made is not None and instruction.parts[1][0] in "sub":
                 packed.pack(machine, width, made, guard, a, b)
             if machine.recorded is not None and made is not None and width == 32:
                 known = nm.constant_predicate(chosen) if guard is None else guard
