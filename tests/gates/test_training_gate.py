@@ -143,6 +143,10 @@ def test_the_picture(first, folder):
     assert x + curve_picture.WIDTH < float(root.get("width"))
     assert y + curve_picture.HEIGHT < float(root.get("height"))
     lines = [line for line in panel.findall(f"{SVG}line") if line.find(f"{SVG}title") is not None]
+    sizes = ("1×1×1", "2×2×1", "fsdp2 2×1×1")
+    assert {line.find(f"{SVG}title").text for line in lines} == {
+        f"{side} {layout}" for side in ("stock", "isobit") for layout in sizes
+    }
     assert len(lines) == 2 * 3 * (2 - 1)
 
 
@@ -241,6 +245,7 @@ def test_a_launch_that_fails_says_why(code, printed, monkeypatch):
 
 def test_the_grid():
     found = layout_grid(WORKLOADS["whole"])
+    assert layout_grid(WORKLOADS["small"]) == found  # the default has the whole grid
     assert len(found) == len(set(found)) == 39 + 8
     assert sum(layout.engine == "isobit" for layout in found) == 39
     assert RankLayout(8, 2, 4) in found

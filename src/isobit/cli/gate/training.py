@@ -109,7 +109,7 @@ def run(options: argparse.Namespace) -> int:
     with Steps(f"{len(jobs)} layouts", len(jobs), options.quiet) as steps:
 
         def report(job: Job) -> None:
-            steps.done(f"{'stock' if job.stock else 'isobit'} {job.dtype} {job.layout}")
+            steps.done(f"{job.layout.of('stock' if job.stock else 'isobit')} {job.dtype}")
 
         outcomes = run_jobs(jobs, report, options.keep, options.on, options.jobs)
     verdicts = [

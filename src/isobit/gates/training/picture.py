@@ -67,7 +67,7 @@ def draw_panel(
     for side, losses in sorted(sides.items(), reverse=True):
         kind = "same" if side == "isobit" else "differs"
         for layout, line in zip(losses, differences(losses), strict=True):
-            draw_line(canvas, f"{side} {layout}", line, height, kind)
+            draw_line(canvas, layout, line, height, kind)
     steps = max((len(line) for losses in sides.values() for line in losses.values()), default=1)
     for step in range(steps):
         canvas.text(place(step, steps), HEIGHT + 16, str(step + 1), "quiet", "middle")

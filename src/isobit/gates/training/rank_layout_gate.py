@@ -49,9 +49,7 @@ class Outcome:
     @property
     def name(self) -> str:
         """A name for tables, such as "isobit ddp 2×2×1" (data × micro × tensor)."""
-        plain = "stock" if self.stock else "isobit"
-        engine = plain if self.layout.engine == "isobit" else f"{plain} {self.layout.engine}"
-        return f"{engine} {self.layout.sizes}"
+        return self.layout.of("stock" if self.stock else "isobit")
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ class Workload:
 WORKLOADS = {
     "tiny": Workload("tiny", 512, 512, 8, 4, 1, 512, samples=8, steps=2),
     "whole": Workload("whole", 1024, 4096, 16, 8, 4, 8192, samples=16, steps=10),
-    "small": Workload("small", 1024, 1024, 16, 8, 1, 1024, samples=8, steps=3),
+    "small": Workload("small", 1024, 1024, 16, 8, 1, 1024, samples=16, steps=3),
     # Samples of up to three blocks of keys, so that ranks that share attention have keys of each other.
     "moe": Workload(
         "moe", 128, 64, 4, 2, 2, 256, 8, 2, longest=150, head_dim=32, experts=8, chosen=2
@@ -245,6 +245,10 @@ class RankLayout:
     def __str__(self) -> str:
         """Return a name such as "ddp 2×2×1"."""
         return f"{self.engine} {self.sizes}"
+
+    def of(self, side: str) -> str:
+        """Return a name with the side that was trained, such as "stock ddp 2×2×1" or "stock 2×2×1"."""
+        return f"{side} {self.sizes if self.engine == 'isobit' else self}"
 
 
 def layout_grid(
