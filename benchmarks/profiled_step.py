@@ -9,18 +9,29 @@ from pathlib import Path
 
 
 def run(quick, threads, dtypes):
+    from rich.console import Console
+    from rich.table import Table
+
     from isobit.cli.terminal import say
     from isobit.profiling.api import profile
     from isobit.profiling.recording import Recording, record
-    from isobit.profiling.report import lines_of
+    from isobit.profiling.report import lines_of, milliseconds, share
 
     for dtype in dtypes:
         with tempfile.TemporaryDirectory() as folder:
             recording = Recording(Path(__file__), [dtype], ranks=2, steps=2 if quick else 5)
             found = record(recording, Path(folder))
-            say(f"{dtype}: {'; '.join(found.notes)}")
-            for line in lines_of(profile(found.traces)):
-                say(line)
+            result = profile(found.traces)
+        table = Table("dtype", "rank", "part of a step", "ms", "share")
+        for rank in result.ranks:
+            steps, whole = len(rank.steps), rank.whole
+            for cause, ns in sorted(whole.parts.items(), key=lambda part: -part[1]):
+                cells = (cause, milliseconds(ns / steps), share(ns, whole.total))
+                table.add_row(dtype, str(rank.rank), *cells)
+        Console(width=120, highlight=False).print(table)
+        say(f"{dtype}: {'; '.join(found.notes)}")
+        for line in lines_of(result):
+            say(line)
     return 0
 
 
@@ -41,4 +52,8 @@ def train(dtype):
 
 
 if __name__ == "__main__":
+    # The kernels.py and vllm.py of this folder are not the packages of these names, which transformers looks for.
+    sys.path = [
+        path for path in sys.path if Path(path).resolve() != Path(__file__).resolve().parent
+    ]
     train(sys.argv[1] if len(sys.argv) > 1 else "float32")
