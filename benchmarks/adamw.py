@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.ratios import geomean
+from benchmarks.ratios import Ratio
 from isobit import bits
 from isobit.foundation.machine import thread_count
 from isobit.ops.adamw import portable
@@ -39,7 +39,9 @@ def run(quick, threads, dtypes):
     count = sum(torch.Size(shape).numel() for shape in given)
     columns = ("threads", "dtype", "what", "fused ms", "foreach ms", "ours ms", "fused / ours")
     more = (
+        "quartiles",
         "foreach / ours",
+        "quartiles",
         "fused spread",
         "ours GB/s",
         "mul_ GB/s",
@@ -64,10 +66,11 @@ def run(quick, threads, dtypes):
     console.print(f"{len(given)} parameters with {count:,} elements; medians of alternating rounds")
     for (dtype, what), values in ratios.items():
         wall, cpu = zip(*values, strict=True)
-        console.print(
-            f"{dtype}, {what}: fused / ours geomean {geomean(wall):.2f} least {min(wall):.2f}; "
-            f"of CPU time {geomean(cpu):.2f} least {min(cpu):.2f}"
+        told = " and of CPU time ".join(
+            "{} ({}), least {:.2f}".format(*Ratio.mean(each).cells(), min(r.median for r in each))
+            for each in (wall, cpu)
         )
+        console.print(f"{dtype}, {what}: fused / ours {told}", soft_wrap=True)
     return 0
 
 
@@ -157,22 +160,26 @@ def alternate(contenders, rounds):
 
 
 def add_row(table, number, dtype, what, found):
-    """Add a row; return the ratios of medians, fused / ours, of wall and of CPU time."""
+    """Add a row; return the ratios fused / ours of wall and of CPU time."""
     size = found.pop("bytes", None)
     wall = {name: statistics.median(w for w, _ in each) for name, each in found.items()}
     cpu = {name: statistics.median(c for _, c in each) for name, each in found.items()}
     fused = sorted(w for w, _ in found["fused"])
     quarter = len(fused) // 4
-    ratio = wall["fused"] / wall["ours"]
+    of_wall, of_cpu, foreach = (
+        Ratio.of(*([times[clock] for times in found[name]] for name in (stock, "ours")))
+        for clock, stock in ((0, "fused"), (1, "fused"), (0, "foreach"))
+    )
     rates = ["", ""]
     if size:
         rates = [f"{MOVED * size / wall['ours'] / 1e9:.1f}", f"{2 * size / wall['mul_'] / 1e9:.1f}"]
     table.add_row(
         *(str(number), dtype, what),
         *(f"{wall[name] * 1e3:.1f}" for name in ("fused", "foreach", "ours")),
-        *(f"{ratio:.2f}", f"{wall['foreach'] / wall['ours']:.2f}"),
+        *of_wall.cells(),
+        *foreach.cells(),
         f"{fused[-1 - quarter] / fused[quarter] - 1:.0%}",
         *rates,
         *(f"{cpu[name]:.3f}" for name in ("fused", "ours")),
     )
-    return ratio, cpu["fused"] / cpu["ours"]
+    return of_wall, of_cpu

@@ -1,7 +1,7 @@
 """The exchange against gloo's own all_reduce: 2 and 4 processes on this machine, fp32, by turns.
 
-ratio = our time / gloo's: the median over rounds of one against the other in the same round, since other work on the
-machine moves both. `cpu` is the same of rank 0's processor time. Bytes are counted where rank 0 posts messages.
+A ratio is gloo's time / ours in one round, since other work on the machine moves both; shown are the median and the
+quartiles of the rounds. `cpu` is the same of rank 0's processor time. Bytes are counted where rank 0 posts messages.
 """
 
 import statistics
@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from torch._C._distributed_c10d import FileStore
 
+from benchmarks.ratios import Ratio
 from isobit import bits
 from isobit.order.tree import merge
 from isobit.parallel.collectives.communicator import Communicator
@@ -23,7 +24,7 @@ from isobit.parallel.collectives.tree_collectives import all_reduce
 
 RANKS = (2, 4)
 MEGABYTES = (1, 4, 16, 64, 256)
-ROUNDS = {1: 41, 4: 41, 16: 21, 64: 11, 256: 5}
+ROUNDS = {1: 41, 4: 41, 16: 21, 64: 11, 256: 11}
 
 
 def run(quick, threads, dtypes):
@@ -33,7 +34,9 @@ def run(quick, threads, dtypes):
         "gloo ms",
         "ours ms",
         "ratio",
+        "quartiles",
         "cpu",
+        "quartiles",
         "bytes sent",
         "2(P−1)/P",
         "digest of the sum",
@@ -47,7 +50,7 @@ def run(quick, threads, dtypes):
             )
             for row in torch.load(found):
                 table.add_row(*row)
-    Console(highlight=False, width=118).print(table)
+    Console(highlight=False, width=140).print(table)
     return 0
 
 
@@ -76,12 +79,8 @@ def measure(rank, ranks, megabytes):
             dist.barrier()
             times[name].append(time.perf_counter() - start)
     medians = [f"{statistics.median(times[name]) * 1e3:.2f}" for name in contenders]
-    pairs = [
-        statistics.median(a / b for a, b in zip(s["ours"], s["gloo"], strict=True))
-        for s in (times, spent)
-    ]
+    ratios = [cell for s in (times, spent) for cell in Ratio.of(s["gloo"], s["ours"]).cells()]
     share = sent / (elements * 4)
-    ratios = [f"{pair:.2f}" for pair in pairs]
     return [
         str(ranks),
         str(megabytes),

@@ -10,6 +10,7 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.linear import is_green
+from benchmarks.ratios import ROUNDS, Ratio
 
 TOKENS, WIDTH, VOCABULARY = 2048, 1024, 151936
 
@@ -57,13 +58,12 @@ def run(quick, threads, dtypes):
     console = Console(highlight=False, width=118)
     if not is_green(console, "logprob"):
         return 1
-    table = Table(
-        "threads", "dtype", "what", "stock s", "ours s", "ratio", "stock MiB", "ours MiB", "share"
-    )
+    columns = ("threads", "dtype", "what", "stock s", "ours s", "ratio", "quartiles")
+    table = Table(*columns, "stock MiB", "ours MiB", "share")
     cases = [(t, d, what) for t in threads for d in dtypes for what in ("forward", "step")]
     for count, dtype, what in track(cases, "timing", console=Console(stderr=True), transient=True):
         found = {"stock": [], "ours": []}
-        for _ in range(1 if quick else 3):
+        for _ in range(ROUNDS if quick else 2 * ROUNDS):
             for side in found:
                 words = [
                     sys.executable,
@@ -90,7 +90,7 @@ def run(quick, threads, dtypes):
             dtype,
             what,
             *(f"{seconds[side]:.2f}" for side in found),
-            f"{seconds['stock'] / seconds['ours']:.2f}",
+            *Ratio.of(*([f["seconds"] for f in found[side]] for side in ("stock", "ours"))).cells(),
             *(f"{extra[side] / 2**20:,.0f}" for side in found),
             f"{extra['ours'] / extra['stock']:.3f}",
         )

@@ -1,8 +1,9 @@
 """Functions of rows and of elements against stock: forward, and forward + backward. r = stock time / our time.
 
 Nothing is timed before its results and gradients have the bits of the portable executor. Contenders take turns, and a
-short call is repeated within its turn. At the first shape a call costs what its dispatch costs. Ratios are of CPU time,
-to which other programs on the machine do not add; those of wall time are beside them.
+short call is repeated within its turn. At the first shape a call costs what its dispatch costs. A ratio is of one
+round; shown are the median and the quartiles of the rounds, of CPU time, to which other programs on the machine do not
+add; medians of wall time are beside them.
 """
 
 import statistics
@@ -16,7 +17,7 @@ from torch.nn import functional
 
 import isobit
 from benchmarks.adamw import alternate
-from benchmarks.ratios import geomean
+from benchmarks.ratios import Ratio
 from isobit import bits
 from isobit.foundation.machine import thread_count
 
@@ -74,9 +75,10 @@ OPERATORS = {
 
 
 def run(quick, threads, dtypes):
-    console = Console(highlight=False, width=140)
-    columns = ("threads", "dtype", "operator", "rows × n", "stock µs", "forward", "fwd+bwd")
-    table = Table(*columns, "wall: forward", "wall: fwd+bwd", "digest of y")
+    console = Console(highlight=False, width=180)
+    columns = ("threads", "dtype", "operator", "rows × n", "stock µs")
+    ratio_columns = ("forward", "quartiles", "fwd+bwd", "quartiles")
+    table = Table(*columns, *ratio_columns, "wall: forward", "wall: fwd+bwd", "digest of y")
     ratios, compared = {}, 0
     cases = [
         (count, dtype, name, shape)
@@ -97,7 +99,9 @@ def run(quick, threads, dtypes):
             compared += values
             found = time_case(name, given, 15 if quick else 41)
         ratios.setdefault(name, []).append(found["ratios"])
-        cells = [f"{found['stock'] * 1e6:.0f}", *(f"{r:.2f}" for r in found["ratios"])]
+        forward, step, *wall = found["ratios"]
+        cells = [f"{found['stock'] * 1e6:.0f}", *forward.cells(), *step.cells()]
+        cells += [each.cells()[0] for each in wall]
         digest = bits.digest(OPERATORS[name][0](*given))[:8]
         table.add_row(str(count), dtype, name, f"{shape[0]} × {shape[1]}", *cells, digest)
     console.print(table)
@@ -138,24 +142,22 @@ def time_case(name, given, rounds):
     def step(function):
         torch.autograd.grad(function(*given), given, grad)
 
-    medians = {}
+    timed = {}
     for what in (forward, step):
         calls = repeats(lambda what=what: what(stock))
         contenders = {
             who: lambda what=what, f=function, calls=calls: [what(f) for _ in range(calls)]
             for who, function in (("ours", ours), ("stock", stock))
         }
-        times = alternate(contenders, rounds)
-        for who, values in times.items():
-            medians[what.__name__, who] = [
-                statistics.median(v) / calls for v in zip(*values, strict=True)
-            ]
+        for who, turns in alternate(contenders, rounds).items():
+            for clock in (WALL, CPU):
+                timed[what.__name__, who, clock] = [turn[clock] / calls for turn in turns]
     found = [
-        medians[what, "stock"][clock] / medians[what, "ours"][clock]
+        Ratio.of(timed[what, "stock", clock], timed[what, "ours", clock])
         for clock in (CPU, WALL)
         for what in ("forward", "step")
     ]
-    return {"stock": medians["forward", "stock"][CPU], "ratios": found}
+    return {"stock": statistics.median(timed["forward", "stock", CPU]), "ratios": found}
 
 
 def repeats(call):
@@ -168,10 +170,13 @@ def repeats(call):
 
 def summarise(console, ratios):
     """Print, per operator and for all, the geometric mean and the least ratio."""
-    table = Table("operator", "forward", "least", "fwd+bwd", "least", "wall: forward", "fwd+bwd")
+    columns = ("operator", "forward", "quartiles", "least", "fwd+bwd", "quartiles", "least")
+    table = Table(*columns, "wall: forward", "wall: fwd+bwd")
     whole = {"all": [values for each in ratios.values() for values in each]}
     for name, values in (ratios | whole).items():
         *cpu, wall, wall_step = zip(*values, strict=True)
-        cells = [f"{number(column):.2f}" for column in cpu for number in (geomean, min)]
-        table.add_row(name, *cells, *(f"{geomean(column):.2f}" for column in (wall, wall_step)))
+        cells = []
+        for column in cpu:
+            cells += [*Ratio.mean(column).cells(), f"{min(each.median for each in column):.2f}"]
+        table.add_row(name, *cells, *(Ratio.mean(each).cells()[0] for each in (wall, wall_step)))
     console.print(table)

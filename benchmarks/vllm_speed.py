@@ -1,5 +1,6 @@
 """Tokens per CPU second of vLLM with isobit's worker and of stock vLLM, in turn, in one process with one thread.
 
+A ratio is isobit's rate / stock's in one round; shown are the median and the quartiles of the rounds.
 Run by the Python of .venv-vllm: `.venv-vllm/bin/python -m benchmarks.vllm_speed`. The model has random weights.
 """
 
@@ -8,10 +9,14 @@ import statistics
 import tempfile
 import time
 
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.ratios import ROUNDS, Ratio
 from benchmarks.vllm_rollouts import SETTINGS
 
 BATCHES = (1, 8, 16)
-PROMPT, NEW, ROUNDS = 20, 12, 3
+PROMPT, NEW = 20, 12
 
 
 def main():
@@ -36,25 +41,22 @@ def main():
             "stock": LLM(**shared, enforce_eager=True),
             "isobit": LLM(**shared, **isobit.integrations.vllm.engine_arguments()),
         }
+    table = Table("batch", "stock, tokens per CPU s", "isobit", "ratio", "quartiles")
     for batch in BATCHES:
         prompts = [
             {"prompt_token_ids": [(7 * row + 3 * at) % 500 for at in range(PROMPT)]}
             for row in range(batch)
         ]
-        rates = {name: [] for name in engines}
+        spent = {name: [] for name in engines}
         for turn in range(ROUNDS + 1):  # the first is not counted
             for name, engine in engines.items():
                 begun = time.process_time()
                 engine.generate(prompts, params, use_tqdm=False)
                 if turn:
-                    rates[name].append(batch * NEW / (time.process_time() - begun))
-        print(
-            f"batch {batch}:",
-            *(f"{name} {statistics.median(r):.1f}" for name, r in rates.items()),
-            "tokens per CPU second; isobit / stock",
-            f"{statistics.median(rates['isobit']) / statistics.median(rates['stock']):.2f}",
-            flush=True,
-        )
+                    spent[name].append(time.process_time() - begun)
+        rates = [f"{batch * NEW / statistics.median(seconds):.1f}" for seconds in spent.values()]
+        table.add_row(str(batch), *rates, *Ratio.of(*spent.values()).cells())
+    Console(width=120, highlight=False).print(table)
     model = engines["isobit"].llm_engine.model_executor.driver_worker.worker.model_runner.model
     weights = sum(parameter.nbytes for parameter in model.parameters())
     packed = sum(layer.nbytes for layer in model.__dict__[STATE].packed)
