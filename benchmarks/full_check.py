@@ -1,15 +1,17 @@
 """`python -m benchmarks full_check`: every test, in shards that are kept, so that a stopped run goes on where it was.
 
-A shard is every n-th test file. What pytest found in it is stored in docs/results/full with the digest of sources and
-tests, so results of other code are never taken for those of this code, and a run of hours may be spread over machines.
+What pytest found in a shard is stored in docs/results/full with the digest of what decided it: the kernels, the
+package's data and those of its modules that the shard's processes loaded, the shard's test files with those that they
+name, all other files of tests, the benchmarks and the examples. So a result is never taken for one of other code, a
+run of hours may be spread over machines, and a mended test makes only its shard anew. The tests of tests/repo read
+the whole repository: they are the first shard, and decided by all of it.
 Pages, records and what makes them are not in the digest: they change between shards, and `./check` tests them in
 minutes. Called by `./check --full`, which installs what the tests need. Exit code 1 if a test failed or no test ran.
 """
 
 import argparse
 import json
-import os
-import subprocess
+import re
 import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import asdict, dataclass
@@ -19,7 +21,15 @@ from blake3 import blake3
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.records import NOT_DECIDING, NOT_SOURCES, ROOT, SOURCES, git, modified_sources
+from benchmarks.records import (
+    NOT_DECIDING,
+    NOT_SOURCES,
+    ROOT,
+    git,
+    modified_sources,
+    package_files,
+    watch,
+)
 
 SHARDS = 24
 NOT_IN_DIGEST = (*NOT_SOURCES, *NOT_DECIDING, "benchmarks/full_check.py")
@@ -41,24 +51,60 @@ class Shard:
         return [self.name, commit, str(self.passed), failed, str(len(self.skipped)), minutes]
 
 
-def digest() -> str:
-    """Return a digest of the commit's sources and tests, and of what differs from the commit."""
-    listed = git("ls-tree", "-r", "HEAD", "--", *SOURCES, "tests", "pyproject.toml").splitlines()
-    found = "\n".join(line for line in listed if not line.endswith(NOT_IN_DIGEST))
+def files_of(shard: int, shards: int) -> list[str]:
+    """Return the test files of a shard: tests/repo are the first; the others take every n-th of the other files."""
+    listed = git("ls-files", "--", "tests").splitlines()
+    files = sorted(path for path in listed if is_test(path))
+    others = [path for path in files if not path.startswith("tests/repo/")]
+    return others[shard - 2 :: shards - 1] if shard > 1 else sorted(set(files) - set(others))
+
+
+def is_test(path: str) -> bool:
+    return re.fullmatch(r"test_\w+\.py", Path(path).name) is not None
+
+
+def digest(files: list[str], modules: list[str]) -> str:
+    """Return a digest of what decides these test files, and of what differs from the commit."""
+    whole = any(path.startswith("tests/repo/") for path in files)
+    package = package_files("HEAD", None if whole else modules)
+    folders = ("benchmarks", "examples", "tests", "pyproject.toml")
+    listed = git("ls-tree", "-r", "HEAD", "--", *package, *folders).splitlines()
+    paths = [line.split("\t")[1] for line in listed]
+    needed = set(paths) if whole else named_by(files, [path for path in paths if is_test(path)])
+    found = [
+        line
+        for line, path in zip(listed, paths, strict=True)
+        if not path.endswith(NOT_IN_DIGEST) and (path in needed or not is_test(path))
+    ]
     left_out = [f":!{path}" for path in ("docs", *NOT_IN_DIGEST)]
-    found += git("diff", "HEAD", "--", ".", *left_out)
-    found += git("ls-files", "--others", "--exclude-standard", "--", ".", *left_out)
-    return blake3(found.encode()).hexdigest()[:16]
+    found.append(git("diff", "HEAD", "--", ".", *left_out))
+    found.append(git("ls-files", "--others", "--exclude-standard", "--", ".", *left_out))
+    return blake3("\n".join(found).encode()).hexdigest()[:16]
 
 
-def run(shard: int, shards: int, output: Path) -> None:
-    """Run one shard; pytest writes what it found to a file."""
+def named_by(files: list[str], tests: list[str]) -> set[str]:
+    """Return these test files and those whose names they hold, as an import does, and so on."""
+    by_name: dict[str, set[str]] = {}
+    for path in tests:
+        by_name.setdefault(Path(path).stem, set()).add(path)
+    waiting, found = list(files), set(files)
+    while waiting:
+        text = (ROOT / waiting.pop()).read_text()
+        named = [by_name.get(word, set()) for word in re.findall(r"\btest_\w+", text)]
+        new = set().union(*named) - found
+        found |= new
+        waiting += new
+    return found
+
+
+def run(files: list[str], output: Path) -> list[str]:
+    """Run test files; pytest writes what it found to a file. Return the package's modules that were loaded."""
     words = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", "-m", "full or not full"]
-    words += ["--shard", f"{shard}/{shards}", f"--junitxml={output}"]
-    environment = os.environ | {"OMP_WAIT_POLICY": "PASSIVE"}
-    done = subprocess.run([sys.executable, "-m", "pytest", *words], cwd=ROOT, env=environment)
-    if done.returncode not in (0, 1):  # stopped, or not collected
-        raise SystemExit(done.returncode)
+    words = [sys.executable, "-m", "pytest", *words, f"--junitxml={output}", *files]
+    code, modules = watch(words, {"OMP_WAIT_POLICY": "PASSIVE"})
+    if code not in (0, 1):  # stopped, or not collected
+        raise SystemExit(code)
+    return modules
 
 
 def read_junit(path: Path) -> Shard:
@@ -77,22 +123,23 @@ def read_junit(path: Path) -> Shard:
     return Shard(path.stem, passed, tuple(failed), tuple(skipped), round(seconds, 1))
 
 
-def keep(found: Shard, path: Path, code: str) -> None:
+def keep(found: Shard, path: Path, code: str, modules: list[str]) -> None:
     """Store what a shard found, and of which code."""
     record = {"digest": code, "commit": git("rev-parse", "--short=7", "HEAD"), **asdict(found)}
+    record["modules"] = " ".join(modules)
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".unfinished")
     unfinished.write_text(json.dumps(record, indent=1) + "\n")
     unfinished.replace(path)
 
 
-def kept(path: Path, code: str) -> tuple[Shard, str] | None:
-    """Return a stored shard with its commit, if it is of this code."""
+def kept(path: Path, files: list[str]) -> tuple[Shard, str] | None:
+    """Return a stored shard of these files with its commit, if it is of this code."""
     if not path.exists():
         return None
     record = json.loads(path.read_text())
-    commit = record.pop("commit")
-    if record.pop("digest") != code:
+    commit, modules = record.pop("commit"), record.pop("modules").split()
+    if record.pop("digest") != digest(files, modules):
         return None
     lists = {name: tuple(record[name]) for name in ("failed", "skipped")}
     return Shard(**(record | lists)), commit
@@ -106,15 +153,17 @@ def main(words: list[str]) -> int:
     options = parser.parse_args(words)
     if modified_sources():
         print(f"the sources differ from the commit: {modified_sources()}", file=sys.stderr)
-    home, code = ROOT / "docs" / "results" / "full", digest()
-    paths = [home / f"{at}-of-{options.shards}.json" for at in range(1, options.shards + 1)]
-    for at, path in enumerate(paths, start=1):
-        if not kept(path, code) and at in (options.only or range(1, options.shards + 1)):
+    home, numbers = ROOT / "docs" / "results" / "full", range(1, options.shards + 1)
+    paths = {
+        home / f"{at}-of-{options.shards}.json": files_of(at, options.shards) for at in numbers
+    }
+    for at, (path, files) in enumerate(paths.items(), start=1):
+        if at in (options.only or numbers) and not kept(path, files):
             print(f"shard {at} of {options.shards}", file=sys.stderr, flush=True)
             output = ROOT / "build" / "full" / f"{path.stem}.xml"
-            run(at, options.shards, output)
-            keep(read_junit(output), path, code)
-    found = [shard for path in paths if (shard := kept(path, code))]
+            modules = run(files, output)
+            keep(read_junit(output), path, digest(files, modules), modules)
+    found = [shard for path, files in paths.items() if (shard := kept(path, files))]
     shards = [shard for shard, _ in found]
     table = Table("shard", "commit", "passed", "failed", "skipped", "minutes")
     for shard, commit in found:

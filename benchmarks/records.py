@@ -23,6 +23,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import IO
 
 from blake3 import blake3
 
@@ -307,20 +308,30 @@ def make(name: str, output: Path | None = None, commit: str = "HEAD") -> int:
 
 def run_and_watch(words: list[str]) -> tuple[str, int, list[str]]:
     """Run a command; return what it printed, its exit code, and the package's modules that its processes loaded."""
+    with tempfile.TemporaryFile("w+") as printed:
+        code, modules = watch(words, {}, printed)
+        printed.seek(0)
+        return printed.read(), code, modules
+
+
+def watch(
+    words: list[str], environment: dict[str, str], output: IO[str] | None = None
+) -> tuple[int, list[str]]:
+    """Run a command with more environment variables; return its exit code and the modules that were loaded."""
     paths = [str(Path(__file__).parent / "loading"), os.environ.get("PYTHONPATH", "")]
     with tempfile.TemporaryDirectory() as folder:
         noted = Path(folder) / "modules"
-        environment = os.environ | {
+        environment = {
+            **os.environ,
+            **environment,
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
             "ISOBIT_MODULES_LOADED": str(noted),
         }
-        done = subprocess.run(
-            words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=False
-        )
+        done = subprocess.run(words, cwd=ROOT, env=environment, stdout=output, check=False)
         modules = sorted(set(noted.read_text().split())) if noted.exists() else []
     if not modules:
         raise ValueError("no process of the command loaded a module of the package")
-    return done.stdout, done.returncode, modules
+    return done.returncode, modules
 
 
 def describe_run(name: str, commit: str) -> dict[str, str | int]:

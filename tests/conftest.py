@@ -41,25 +41,9 @@ def take_part_of_sweeps(items):
                 item.add_marker("full")
 
 
-def pytest_addoption(parser):
-    parser.addoption("--shard", metavar="I/N", help="run every N-th test file, from the I-th on")
-
-
-def take_shard(items, shard):
-    """Leave the tests of every n-th file, in the sequence of the files' names."""
-    at, count = map(int, shard.split("/"))
-    if not 1 <= at <= count:
-        raise pytest.UsageError(f"--shard: expected 1/N to N/N, received {shard}")
-    files = sorted({item.path for item in items})
-    taken = set(files[at - 1 :: count])
-    items[:] = [item for item in items if item.path in taken]
-
-
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config, items):
+def pytest_collection_modifyitems(items):
     take_part_of_sweeps(items)
-    if config.getoption("--shard"):
-        take_shard(items, config.getoption("--shard"))
     items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
 
 

@@ -2,41 +2,67 @@
 
 import itertools
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks import full_check
+from benchmarks import full_check, records
 
 ROOT = Path(__file__).parents[2]
+SHARDS = full_check.SHARDS
 
 
-@pytest.fixture
-def files(tmp_path):
-    """Seven files with the project's conftest; file i has i tests."""
-    (tmp_path / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    full: x\n    sweep: x\n")
-    for at in range(1, 8):
-        tests = [f"def test_{at}_{k}():\n    pass\n" for k in range(at)]
-        (tmp_path / f"test_file{at}.py").write_text("\n\n".join(tests))
-    return tmp_path
+def test_every_test_is_in_one_shard():
+    shards = [full_check.files_of(at, SHARDS) for at in range(1, SHARDS + 1)]
+    found = sorted(itertools.chain(*shards))
+    tests = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py"))
+    assert found == tests
+    assert "tests/repo/test_full_check.py" in shards[0]
+    assert all(path.startswith("tests/repo/") for path in shards[0])
+    assert max(map(len, shards[1:])) - min(map(len, shards[1:])) <= 1
 
 
-def collect(folder, *words):
-    words = [sys.executable, "-m", "pytest", "-q", "--collect-only", *words, str(folder)]
-    done = subprocess.run(words, cwd=folder, capture_output=True, text=True)
-    return done, re.findall(r"::(test_\w+)", done.stdout)
+def test_what_decides_a_shard():
+    one, modules = ["tests/test_bits.py"], ["isobit", "isobit.bits"]
+    listed = {
+        "src/isobit/bits.py": "1", "src/isobit/errors.py": "1", "src/isobit/library/data.yaml": "1",
+        "csrc/order.h": "1", "tests/test_bits.py": "1", "tests/test_nn.py": "1",
+        "tests/conftest.py": "1", "examples/zero_kl.py": "1", "benchmarks/records.py": "1",
+        "benchmarks/rows.py": "1", "setup.py": "1", "constraints.txt": "1",
+    }  # fmt: skip
+
+    def digest(files, changed=None, dirty=""):
+        def git(*words):
+            if words[0] != "ls-tree":
+                return dirty
+            paths = words[words.index("--") + 1 :]
+            inside = [x for x in listed if any(x == at or x.startswith(f"{at}/") for at in paths)]
+            if "--name-only" in words:
+                return "\n".join(inside)
+            return "\n".join(f"blob {listed[x]}{x == changed}\t{x}" for x in inside)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(full_check, "git", git)
+            patch.setattr(records, "git", git)
+            return full_check.digest(files, modules)
+
+    before, changes = digest(one), {path: digest(one, path) for path in listed}
+    assert {path for path, found in changes.items() if found == before} == {
+        "src/isobit/errors.py",  # not loaded
+        "tests/test_nn.py",  # of another shard
+        "benchmarks/records.py",
+    }
+    assert digest(one, dirty="diff") != before
+    whole = ["tests/repo/test_names.py"]
+    everything = {path for path in listed if digest(whole, path) != digest(whole)}
+    assert everything == set(listed) - {"benchmarks/records.py"}
 
 
-def test_every_test_is_in_one_shard(files):
-    shards = [collect(files, "--shard", f"{at}/3")[1] for at in (1, 2, 3)]
-    assert [len(found) for found in shards] == [1 + 4 + 7, 2 + 5, 3 + 6]
-    assert sorted(itertools.chain(*shards)) == sorted(collect(files)[1])
-    done, _ = collect(files, "--shard", "4/3")
-    assert done.returncode == 4
-    assert "expected 1/N to N/N, received 4/3" in done.stderr
+def test_files_that_a_test_names_decide_it():
+    tests = [path for at in range(1, SHARDS + 1) for path in full_check.files_of(at, SHARDS)]
+    found = full_check.named_by(["tests/profiling/test_timeline.py"], tests)
+    assert "tests/profiling/test_ranks.py" in found
+    assert "tests/comparing/test_derived.py" not in found
 
 
 XML = """<testsuites><testsuite name="pytest" time="90.0">
@@ -66,21 +92,23 @@ def test_what_pytest_found_is_counted(tmp_path):
 def test_shards_that_ran_are_not_run_again(tmp_path, monkeypatch, capsys, xml, code):
     ran = []
 
-    def run(shard, shards, output):
-        ran.append((shard, shards))
+    def run(files, output):
+        ran.append(files)
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(xml)
+        return ["isobit"]
 
     monkeypatch.setattr(full_check, "ROOT", tmp_path)
     monkeypatch.setattr(full_check, "run", run)
-    monkeypatch.setattr(full_check, "digest", lambda: "this-code")
+    monkeypatch.setattr(full_check, "files_of", lambda at, shards: [f"test_{at}.py"])
+    monkeypatch.setattr(full_check, "digest", lambda files, modules: "this-code")
     monkeypatch.setattr(full_check, "git", lambda *words: "1234567")
     monkeypatch.setattr(full_check, "modified_sources", lambda: "")
     assert full_check.main(["--shards", "2", "--only", "2"]) == code
     assert "1 of 2 shards ran" in capsys.readouterr().out
     assert full_check.main(["--shards", "2"]) == code
-    assert ran == [(2, 2), (1, 2)]
+    assert ran == [["test_2.py"], ["test_1.py"]]
     assert "2 of 2 shards ran" in capsys.readouterr().out
-    monkeypatch.setattr(full_check, "digest", lambda: "other-code")
+    monkeypatch.setattr(full_check, "digest", lambda files, modules: "other-code")
     full_check.main(["--shards", "2"])
     assert len(ran) == 4
