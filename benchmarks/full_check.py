@@ -97,9 +97,17 @@ def named_by(files: list[str], tests: list[str]) -> set[str]:
     return found
 
 
-def run(files: list[str], output: Path) -> list[str]:
+def run(files: list[str], output: Path, workers: int) -> list[str]:
     """Run test files; pytest writes what it found to a file. Return the package's modules that were loaded."""
-    words = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", "-m", "full or not full"]
+    words = [
+        "-n",
+        str(workers),
+        "--dist",
+        "loadfile",
+        "--no-loadscope-reorder",
+        "-m",
+        "full or not full",
+    ]
     words = [sys.executable, "-m", "pytest", *words, f"--junitxml={output}", *files]
     code, modules = watch(words, {"OMP_WAIT_POLICY": "PASSIVE"})
     if code not in (0, 1):  # stopped, or not collected
@@ -150,6 +158,12 @@ def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks full_check")
     parser.add_argument("--shards", type=int, default=SHARDS)
     parser.add_argument("--only", type=int, nargs="+", help="these shards, from 1 on")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=2,
+        help="processes of pytest; 1 for two runs of different shards",
+    )
     options = parser.parse_args(words)
     if modified_sources():
         print(f"the sources differ from the commit: {modified_sources()}", file=sys.stderr)
@@ -161,7 +175,7 @@ def main(words: list[str]) -> int:
         if at in (options.only or numbers) and not kept(path, files):
             print(f"shard {at} of {options.shards}", file=sys.stderr, flush=True)
             output = ROOT / "build" / "full" / f"{path.stem}.xml"
-            modules = run(files, output)
+            modules = run(files, output, options.workers)
             keep(read_junit(output), path, digest(files, modules), modules)
     found = [shard for path, files in paths.items() if (shard := kept(path, files))]
     shards = [shard for shard, _ in found]

@@ -92,7 +92,7 @@ def test_what_pytest_found_is_counted(tmp_path):
 def test_shards_that_ran_are_not_run_again(tmp_path, monkeypatch, capsys, xml, code):
     ran = []
 
-    def run(files, output):
+    def run(files, output, workers):
         ran.append(files)
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(xml)
