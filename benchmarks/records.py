@@ -3,8 +3,8 @@
 A record is a JSON file in docs/results/records: the command, commit, date and machine, the digest of its sources,
 tables, the lines that were printed beside them, how long it took, and the exit code if it was 1. The sources of a
 record are the kernels, the package's data, the modules of the package that its processes loaded (benchmarks/loading
-notes them), and those benchmarks, examples and tests that its command imports or names. So a module or a benchmark
-that is mended makes only those records anew that it can have changed.
+notes them), the contracts of those modules, and those benchmarks, examples and tests that its command imports or
+names. So a module or a benchmark that is mended makes only those records anew that it can have changed.
 `python -m benchmarks pages` writes records into the pages. `record --all` makes every record that is not of these
 sources: first those whose times are shown, one after the other, then the others, `--jobs` at a time. It can be
 stopped, and goes on where it was. Hours.
@@ -214,7 +214,7 @@ def sources_of(
 ) -> tuple[str, ...]:
     """Return the files and folders that decide a record: the package, and what its command imports or names.
 
-    Of the package, those modules that were loaded, with all its data; the whole of it if it was not seen what was
+    Of the package, those modules that were loaded, with its data; the whole of it if it was not seen what was
     loaded. Imports of modules of `benchmarks` and `tests` are followed, as text; a package is its whole folder. A
     command that runs tests is decided by all of them.
     """
@@ -244,10 +244,25 @@ def package_files(commit: str, modules: list[str] | None) -> tuple[str, ...]:
     if modules is None:
         return PACKAGE
     files = git("ls-tree", "-r", "--name-only", commit, "--", "src").splitlines()
-    data = [file for file in files if not file.endswith(".py")]
+    data = [file for file in files if not file.endswith(".py") and decides(file, modules, files)]
     places = ["src/" + module.replace(".", "/") for module in modules]
     loaded = {f"{place}{end}" for place in places for end in (".py", "/__init__.py")} & set(files)
     return (*PACKAGE[1:], *data, *sorted(loaded))
+
+
+def decides(data: str, modules: list[str], files: list[str]) -> bool:
+    """Return whether a data file decides a run that loaded these modules.
+
+    A contract whose claims are in a module of its name (library/attention/contract.yaml, library/softmax.contract.yaml
+    and softmax.py) decides those that loaded it: nothing is judged without. All other data decide every run.
+    """
+    if not data.endswith("contract.yaml"):
+        return True
+    place = re.sub(r"(/|[.])contract[.]yaml$", "", data)
+    if not {f"{place}.py", f"{place}/__init__.py"} & set(files):
+        return True
+    name = place.removeprefix("src/").replace("/", ".")
+    return any(module == name or module.startswith(f"{name}.") for module in modules)
 
 
 def mentioned(text: str) -> list[str]:

@@ -19,5 +19,12 @@ class Noting:
                 file.write(name + "\n")
 
 
+class Finders(list):
+    """Finders of which the first stays first: pytest inserts one that finds modules of isobit itself."""
+
+    def insert(self, at, finder):
+        super().insert(max(at, 1), finder)
+
+
 if "ISOBIT_MODULES_LOADED" in os.environ:
-    sys.meta_path.insert(0, Noting(os.environ["ISOBIT_MODULES_LOADED"]))
+    sys.meta_path = Finders([Noting(os.environ["ISOBIT_MODULES_LOADED"]), *sys.meta_path])

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import isobit
 from isobit.cli import main
@@ -30,6 +31,7 @@ from isobit.contracts.store.ladder import level_number, required_level
 from isobit.contracts.store.shipped import ShippedEvidence, own_entries
 from isobit.contracts.store.tree import Tree, find_contracts, library
 from isobit.library.linear import claims
+from isobit.ops import dispatch
 
 ROOT = Path(__file__).parents[2]
 # How many contracts, and how many claims, require each level, and reach it where they are kept. New ones raise these;
@@ -192,6 +194,24 @@ def test_stock_breaks_what_it_is_known_to_break(name, monkeypatch, capsys):
         assert found[id].differing > 0
         assert replays(found[id])
     capsys.readouterr()
+
+
+@pytest.mark.parametrize("engine", ["amx", "chain"])
+def test_claims_of_masks_with_amx_and_without(engine, monkeypatch):
+    """On a CPU with AMX they are kept, too, and every plant is caught: the portable executor adds otherwise there."""
+    known = dispatch.engine_of
+    if engine == "amx":
+        monkeypatch.setattr(
+            dispatch, "engine_of", lambda d: engine if d == torch.bfloat16 else known(d)
+        )
+    elif known(torch.bfloat16) != engine:
+        pytest.skip("bf16 has AMX here")
+    contract = load_contract(library() / "attention/contract.yaml")
+    claims = tuple(c for c in contract.claims if c.id in ("soft-cap", "both-sides", "chunks"))
+    found = verify_contract(replace(contract, claims=claims), Options(trusted=("torch",), level=2))
+    assert [(r.verdict, [p.caught for p in r.planted]) for r in found] == [
+        ("kept", [True] * len(claim.sabotage)) for claim in claims
+    ]
 
 
 def test_stock_softmax_keeps_its_rows_apart():

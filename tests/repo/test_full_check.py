@@ -101,7 +101,7 @@ def test_shards_that_ran_are_not_run_again(tmp_path, monkeypatch, capsys, xml, c
     monkeypatch.setattr(full_check, "ROOT", tmp_path)
     monkeypatch.setattr(full_check, "run", run)
     monkeypatch.setattr(full_check, "files_of", lambda at, shards: [f"test_{at}.py"])
-    monkeypatch.setattr(full_check, "digest", lambda files, modules: "this-code")
+    monkeypatch.setattr(full_check, "digest", lambda *words: "this-code")
     monkeypatch.setattr(full_check, "git", lambda *words: "1234567")
     monkeypatch.setattr(full_check, "modified_sources", lambda: "")
     assert full_check.main(["--shards", "2", "--only", "2"]) == code
@@ -109,6 +109,24 @@ def test_shards_that_ran_are_not_run_again(tmp_path, monkeypatch, capsys, xml, c
     assert full_check.main(["--shards", "2"]) == code
     assert ran == [["test_2.py"], ["test_1.py"]]
     assert "2 of 2 shards ran" in capsys.readouterr().out
-    monkeypatch.setattr(full_check, "digest", lambda files, modules: "other-code")
+    monkeypatch.setattr(full_check, "digest", lambda *words: "other-code")
     full_check.main(["--shards", "2"])
     assert len(ran) == 4
+
+
+def test_a_shard_whose_sources_changed_while_it_ran_is_not_kept(tmp_path, monkeypatch, capsys):
+    def run(files, output, workers):
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(XML)
+        return ["isobit"]
+
+    monkeypatch.setattr(full_check, "ROOT", tmp_path)
+    monkeypatch.setattr(full_check, "run", run)
+    monkeypatch.setattr(full_check, "files_of", lambda at, shards: [f"test_{at}.py"])
+    monkeypatch.setattr(full_check, "digest", lambda files, modules, commit="HEAD": commit)
+    monkeypatch.setattr(full_check, "git", lambda *words: "1234567")
+    monkeypatch.setattr(full_check, "modified_sources", lambda: "")
+    assert full_check.main(["--shards", "1"]) == 1
+    printed = capsys.readouterr()
+    assert "0 of 1 shards ran" in printed.out
+    assert "its sources changed while it ran" in printed.err

@@ -260,10 +260,38 @@ def test_a_run_says_which_modules_its_processes_loaded(capfdbinary):
         "src/isobit/__init__.py",
         "benchmarks/linear.py",
     } <= set(sources)
-    assert "src/isobit/library/softmax.contract.yaml" in sources
+    assert "src/isobit/library/gelu.contract.yaml" in sources  # its claims are in elementwise.py
+    assert "src/isobit/library/softmax.contract.yaml" not in sources
     assert not any(re.match(r"src/isobit/certifying/.*[.]py$", each) for each in sources)
     with pytest.raises(ValueError, match="no process"):
         records.run_and_watch([sys.executable, "-c", "1"])
+
+
+def test_a_contract_decides_what_loads_its_module():
+    library = "src/isobit/library"
+    files = [
+        f"{library}/softmax.py",
+        f"{library}/attention/__init__.py",
+        f"{library}/elementwise.py",
+    ]
+    for module, place in (
+        ("isobit.library.softmax", "softmax.contract.yaml"),
+        ("isobit.library.attention.claims", "attention/contract.yaml"),
+        ("isobit.library.attention", "attention/contract.yaml"),
+    ):
+        assert records.decides(f"{library}/{place}", [module], files)
+        assert not records.decides(f"{library}/{place}", ["isobit.library.softmaxes"], files)
+    for data in (f"{library}/silu.contract.yaml", "src/isobit/guards/rules.yaml"):
+        assert records.decides(data, [], files)
+
+
+def test_pytest_does_not_hide_what_it_loads(tmp_path):
+    """Its own finder comes before others, and finds the modules of packages with plugins."""
+    (tmp_path / "test_one.py").write_text("def test_one():\n    import isobit.order.plan\n")
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
+    printed, code, modules = records.run_and_watch(words)
+    assert code == 0, printed
+    assert {"isobit", "isobit.order", "isobit.order.plan"} <= set(modules)
 
 
 def test_sources_are_told_apart(monkeypatch):
