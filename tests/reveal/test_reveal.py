@@ -138,11 +138,11 @@ def test_linear_at_4096_takes_under_five_seconds_of_a_core():
 
 @pytest.mark.full
 @pytest.mark.parametrize("target", [targets.sum, targets.log_softmax])
-def test_a_vocabulary_sum_takes_four_calls_a_term(target):
+def test_a_vocabulary_sum_takes_five_calls_a_term(target):
     """Half a minute for the sum, a minute for the other, on two idle cores."""
     tree = reveal(target(151_936, 2))
     assert tree.n == 151_936
-    assert tree.probes < 4 * tree.n
+    assert tree.probes < 5 * tree.n
 
 
 def test_planted_trees_in_plain_python_come_back():
