@@ -1,6 +1,7 @@
 """Shards of the full check: every test is in exactly one, and a failure or a run without tests is not a pass."""
 
 import itertools
+import json
 import re
 from pathlib import Path
 
@@ -104,6 +105,7 @@ def test_shards_that_ran_are_not_run_again(tmp_path, monkeypatch, capsys, xml, c
     monkeypatch.setattr(full_check, "digest", lambda *words: "this-code")
     monkeypatch.setattr(full_check, "git", lambda *words: "1234567")
     monkeypatch.setattr(full_check, "modified_sources", lambda: "")
+    monkeypatch.setattr(full_check, "is_good", lambda name: True)
     assert full_check.main(["--shards", "2", "--only", "2"]) == code
     assert "1 of 2 shards ran" in capsys.readouterr().out
     assert full_check.main(["--shards", "2"]) == code
@@ -126,7 +128,37 @@ def test_a_shard_whose_sources_changed_while_it_ran_is_not_kept(tmp_path, monkey
     monkeypatch.setattr(full_check, "digest", lambda files, modules, commit="HEAD": commit)
     monkeypatch.setattr(full_check, "git", lambda *words: "1234567")
     monkeypatch.setattr(full_check, "modified_sources", lambda: "")
+    monkeypatch.setattr(full_check, "is_good", lambda name: True)
     assert full_check.main(["--shards", "1"]) == 1
     printed = capsys.readouterr()
     assert "0 of 1 shards ran" in printed.out
     assert "its sources changed while it ran" in printed.err
+
+
+def test_tests_that_are_left_out_exist_and_need_their_record(tmp_path, monkeypatch, capsys):
+    for name in full_check.RECORDED:
+        path, test = name.split("::")
+        assert f"def {test}(" in (ROOT / path).read_text(), name
+    assert {*full_check.RECORDED.values()} <= {*records.COMMANDS}
+    monkeypatch.setattr(full_check, "RECORDS", tmp_path)
+    for current, ended, good in ((True, {}, True), (True, {"exit": 1}, False), (False, {}, False)):
+        monkeypatch.setattr(full_check, "is_current", lambda name, current=current: current)
+        (tmp_path / "leaf.json").write_text(json.dumps(ended))
+        assert full_check.is_good("leaf") == good
+
+
+def test_a_record_of_other_sources_is_not_a_pass(tmp_path, monkeypatch, capsys):
+    def run(files, output, workers):
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(re.sub(r"<(failure|error).*?</\1>", "", XML))
+        return ["isobit"]
+
+    monkeypatch.setattr(full_check, "ROOT", tmp_path)
+    monkeypatch.setattr(full_check, "run", run)
+    monkeypatch.setattr(full_check, "files_of", lambda at, shards: [f"test_{at}.py"])
+    monkeypatch.setattr(full_check, "digest", lambda *words: "this-code")
+    monkeypatch.setattr(full_check, "git", lambda *words: "1234567")
+    monkeypatch.setattr(full_check, "modified_sources", lambda: "")
+    monkeypatch.setattr(full_check, "is_good", lambda name: name != "bugs")
+    assert full_check.main(["--shards", "1"]) == 1
+    assert "not of these sources, or not good: bugs" in capsys.readouterr().out
