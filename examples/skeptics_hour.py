@@ -2,7 +2,7 @@
 
     python examples/skeptics_hour.py                       about ten minutes on two cores
     python examples/skeptics_hour.py --vllm PYTHON         with vLLM, of an environment as ./setup_vllm makes it
-    python examples/skeptics_hour.py --long                with every contract anew: most of an hour
+    python examples/skeptics_hour.py --long                with every contract anew: ten minutes more
 
 Needs isobit with the extras transformers and proofs, and triton. Every part prints what it claims, the commands, and
 whether both the claim and its control came out as they should. A part that cannot run counts as failed.

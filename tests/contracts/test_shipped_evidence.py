@@ -51,6 +51,29 @@ def ship(exported, tmp_path, monkeypatch):
     return shipped_with
 
 
+@pytest.mark.parametrize("folder", [".", "src", "tests"])
+def test_shown_in_every_folder_of_a_checkout(folder, exported, tmp_path, monkeypatch, capsys):
+    """There the contract is found by a name that is relative to the folder."""
+    monkeypatch.chdir(ROOT / folder)
+    monkeypatch.setattr(ShippedEvidence.__init__, "__defaults__", (exported[0],))
+    assert main.main(["contract", "status", ID, "--evidence", str(tmp_path)]) == 2
+    assert "shipped evidence: 1 of 1 kept" in " ".join(capsys.readouterr().out.split())
+
+
+def test_shown_alike_behind_a_symbolic_link(tmp_path):
+    """The package may be installed in a folder that is reached by a link."""
+    (tmp_path / "linked").symlink_to(ROOT / "src")
+    shown = []
+    for folder in (ROOT / "src", tmp_path / "linked"):
+        code = f"import sys; sys.path.insert(0, {str(folder)!r}); from isobit.cli import main"
+        code += "; sys.exit(main.main(sys.argv[1:]))"
+        words = [sys.executable, "-c", code, "contract", "status", "matmul-kernel-v1"]
+        done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
+        shown.append((done.returncode, done.stdout))
+    assert shown[0] == shown[1]
+    assert "shipped evidence" in shown[0][1]
+
+
 def test_shown_with_machine_and_commit(ship, capsys):
     ship()
     assert main.main(["contract", "status", ID]) == 2  # not judged on this machine

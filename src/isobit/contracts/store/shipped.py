@@ -143,10 +143,13 @@ class ShippedEvidence:
         """Return the digest of the files in the wheel for a contract: text, own source, and of what it depends on."""
         if id not in self._digests:
             below = [self.source_digest(name) for name in self.tree.entries[id].depends_on]
+            root = (
+                ROOT.resolve()
+            )  # in a checkout, contracts are found by names relative to the current folder
             own = [
-                f"{path.relative_to(ROOT).as_posix()} {hash_of_file(path)}"
-                for path in sorted(map(Path, self.tree.files_of(id)))
-                if ROOT in path.parents
+                f"{path.relative_to(root).as_posix()} {hash_of_file(path)}"
+                for path in sorted(Path(name).resolve() for name in self.tree.files_of(id))
+                if root in path.parents
             ]
             self._digests[id] = hash_text(*own, *below)[:32]
         return self._digests[id]
@@ -163,7 +166,7 @@ class ShippedEvidence:
 
 def is_own(entry: Entry) -> bool:
     """Return whether a contract is one of isobit's own."""
-    return library() in Path(entry.path).resolve().parents
+    return library().resolve() in Path(entry.path).resolve().parents
 
 
 @lru_cache(maxsize=1000)
