@@ -142,6 +142,8 @@ NO_IMAGES = """
 import importlib.abc, importlib.machinery, sys, types
 from unittest import mock
 
+__version__ = "0.0"  # transformers compares it
+
 class Empty(types.ModuleType):
     __path__ = []
 
