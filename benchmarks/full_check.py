@@ -7,7 +7,8 @@ run of hours may be spread over machines, and a mended test makes only its shard
 the whole repository: they are the first shard, and decided by all of it.
 Tests that a record does, case for case, are left out: the record must be of these sources, and say that all is well.
 Pages, records and what makes them are not in the digest: they change between shards, and `./check` tests them in
-minutes. Called by `./check --full`, which installs what the tests need. Exit code 1 if a test failed or no test ran.
+minutes. Called by `./check --full`, which installs what the tests need. Exit code 1 if a test failed, no test ran or
+one of those records is not good; 2 if a shard has no result, unless only some were asked for.
 """
 
 import argparse
@@ -68,7 +69,9 @@ class Shard:
 
 def files_of(shard: int, shards: int) -> list[str]:
     """Return the test files of a shard: tests/repo are the first; the others take every n-th of the other files."""
-    listed = git("ls-files", "--", "tests").splitlines()
+    listed = git(
+        "ls-files", "--cached", "--others", "--exclude-standard", "--", "tests"
+    ).splitlines()
     files = sorted(path for path in listed if is_test(path))
     others = [path for path in files if not path.startswith("tests/repo/")]
     return others[shard - 2 :: shards - 1] if shard > 1 else sorted(set(files) - set(others))
@@ -112,20 +115,17 @@ def named_by(files: list[str], tests: list[str]) -> set[str]:
     return found
 
 
+def left_out_of(files: list[str]) -> list[str]:
+    """Return the tests of these files that records do."""
+    return [name for name in RECORDED if name.partition("::")[0] in files]
+
+
 def run(files: list[str], output: Path, workers: int) -> list[str]:
     """Run test files; pytest writes what it found to a file. Return the package's modules that were loaded."""
-    words = [
-        "-n",
-        str(workers),
-        "--dist",
-        "loadfile",
-        "--no-loadscope-reorder",
-        "-m",
-        "full or not full",
-    ]
-    words += [f"--deselect={name}" for name in RECORDED]
-    words = [sys.executable, "-m", "pytest", *words, f"--junitxml={output}", *files]
-    code, modules = watch(words, {"OMP_WAIT_POLICY": "PASSIVE"})
+    words = [sys.executable, "-m", "pytest", f"-n{workers}", "--dist=loadfile"]
+    words += ["--no-loadscope-reorder", "-m", "full or not full", f"--junitxml={output}"]
+    words += [f"--deselect={name}" for name in left_out_of(files)]
+    code, modules = watch([*words, *files], {"OMP_WAIT_POLICY": "PASSIVE"})
     if code not in (0, 1):  # stopped, or not collected
         raise SystemExit(code)
     return modules
@@ -147,10 +147,15 @@ def read_junit(path: Path) -> Shard:
     return Shard(path.stem, passed, tuple(failed), tuple(skipped), round(seconds, 1))
 
 
-def keep(found: Shard, path: Path, code: str, modules: list[str]) -> None:
-    """Store what a shard found, and of which code."""
-    record = {"digest": code, "commit": git("rev-parse", "--short=7", "HEAD"), **asdict(found)}
-    record["modules"] = " ".join(modules)
+def keep(found: Shard, path: Path, files: list[str], modules: list[str]) -> None:
+    """Store what a shard found, of which code, and which tests were left out."""
+    record = {
+        "digest": digest(files, modules),
+        "commit": git("rev-parse", "--short=7", "HEAD"),
+        **asdict(found),
+        "left_out": left_out_of(files),
+        "modules": " ".join(modules),
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".unfinished")
     unfinished.write_text(json.dumps(record, indent=1) + "\n")
@@ -158,12 +163,13 @@ def keep(found: Shard, path: Path, code: str, modules: list[str]) -> None:
 
 
 def kept(path: Path, files: list[str]) -> tuple[Shard, str] | None:
-    """Return a stored shard of these files with its commit, if it is of this code."""
+    """Return a stored shard of these files with its commit, if it is of this code and left out no more than today."""
     if not path.exists():
         return None
     record = json.loads(path.read_text())
     commit, modules = record.pop("commit"), record.pop("modules").split()
-    if record.pop("digest") != digest(files, modules):
+    left_out = set(record.pop("left_out"))
+    if record.pop("digest") != digest(files, modules) or not left_out <= {*RECORDED}:
         return None
     lists = {name: tuple(record[name]) for name in ("failed", "skipped")}
     return Shard(**(record | lists)), commit
@@ -194,7 +200,7 @@ def main(words: list[str]) -> int:
             before = git("rev-parse", "HEAD")
             modules = run(files, output, options.workers)
             if digest(files, modules, before) == digest(files, modules):
-                keep(read_junit(output), path, digest(files, modules), modules)
+                keep(read_junit(output), path, files, modules)
             else:
                 print(f"shard {at}: its sources changed while it ran; not kept", file=sys.stderr)
     found = [shard for path, files in paths.items() if (shard := kept(path, files))]
@@ -214,7 +220,9 @@ def main(words: list[str]) -> int:
     print(
         f"{len(RECORDED)} tests by records; not of these sources, or not good: {', '.join(missing) or 'none'}"
     )
-    return int(failed > 0 or passed == 0 or bool(missing))
+    if failed or not passed or missing:
+        return 1
+    return 2 if len(shards) < len(paths) and not options.only else 0
 
 
 def is_good(name: str) -> bool:

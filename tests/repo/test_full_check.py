@@ -82,23 +82,23 @@ def test_what_pytest_found_is_counted(tmp_path):
     assert found.failed == ("tests.a::test_bad", "tests.a::test_broken")
 
 
-@pytest.mark.parametrize(
-    ("xml", "code"),
-    [
-        (XML, 1),
-        (re.sub(r"<(failure|error).*?</\1>", "", XML), 0),
-        ("<testsuites><testsuite/></testsuites>", 1),
-    ],
-)
-def test_shards_that_ran_are_not_run_again(tmp_path, monkeypatch, capsys, xml, code):
-    ran = []
+PASSED = re.sub(r"<(failure|error).*?</\1>", "", XML)
+
+
+@pytest.fixture
+def shards(tmp_path, monkeypatch):
+    """Files that were run, where pytest writes `shards.xml` of each; all records are good."""
 
     def run(files, output, workers):
         ran.append(files)
         output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(xml)
+        output.write_text(ran.xml)
         return ["isobit"]
 
+    class Ran(list):
+        xml = PASSED
+
+    ran = Ran()
     monkeypatch.setattr(full_check, "ROOT", tmp_path)
     monkeypatch.setattr(full_check, "run", run)
     monkeypatch.setattr(full_check, "files_of", lambda at, shards: [f"test_{at}.py"])
@@ -106,36 +106,49 @@ def test_shards_that_ran_are_not_run_again(tmp_path, monkeypatch, capsys, xml, c
     monkeypatch.setattr(full_check, "git", lambda *words: "1234567")
     monkeypatch.setattr(full_check, "modified_sources", lambda: "")
     monkeypatch.setattr(full_check, "is_good", lambda name: True)
+    return ran
+
+
+@pytest.mark.parametrize(
+    ("xml", "code"),
+    [(XML, 1), (PASSED, 0), ("<testsuites><testsuite/></testsuites>", 1)],
+)
+def test_shards_that_ran_are_not_run_again(shards, monkeypatch, capsys, xml, code):
+    shards.xml = xml
     assert full_check.main(["--shards", "2", "--only", "2"]) == code
     assert "1 of 2 shards ran" in capsys.readouterr().out
     assert full_check.main(["--shards", "2"]) == code
-    assert ran == [["test_2.py"], ["test_1.py"]]
+    assert shards == [["test_2.py"], ["test_1.py"]]
     assert "2 of 2 shards ran" in capsys.readouterr().out
     monkeypatch.setattr(full_check, "digest", lambda *words: "other-code")
     full_check.main(["--shards", "2"])
-    assert len(ran) == 4
+    assert len(shards) == 4
 
 
-def test_a_shard_whose_sources_changed_while_it_ran_is_not_kept(tmp_path, monkeypatch, capsys):
-    def run(files, output, workers):
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(XML)
-        return ["isobit"]
+def test_a_shard_whose_sources_changed_while_it_ran_is_not_kept(shards, monkeypatch, capsys):
+    """The others may have passed: the whole has not."""
+    assert full_check.main(["--shards", "2", "--only", "1"]) == 0
 
-    monkeypatch.setattr(full_check, "ROOT", tmp_path)
-    monkeypatch.setattr(full_check, "run", run)
-    monkeypatch.setattr(full_check, "files_of", lambda at, shards: [f"test_{at}.py"])
-    monkeypatch.setattr(full_check, "digest", lambda files, modules, commit="HEAD": commit)
-    monkeypatch.setattr(full_check, "git", lambda *words: "1234567")
-    monkeypatch.setattr(full_check, "modified_sources", lambda: "")
-    monkeypatch.setattr(full_check, "is_good", lambda name: True)
-    assert full_check.main(["--shards", "1"]) == 1
+    def digest(files, modules, commit="HEAD"):
+        return commit if files == ["test_2.py"] else "this-code"
+
+    monkeypatch.setattr(full_check, "digest", digest)
+    assert full_check.main(["--shards", "2"]) == 2
     printed = capsys.readouterr()
-    assert "0 of 1 shards ran" in printed.out
+    assert "1 of 2 shards ran" in printed.out
     assert "its sources changed while it ran" in printed.err
 
 
-def test_tests_that_are_left_out_exist_and_need_their_record(tmp_path, monkeypatch, capsys):
+def test_a_test_that_was_left_out_and_is_no_longer_makes_its_shard_run(shards, monkeypatch):
+    monkeypatch.setattr(full_check, "RECORDED", {"test_1.py::test_long": "leaf"})
+    assert full_check.main(["--shards", "2"]) == full_check.main(["--shards", "2"]) == 0
+    assert len(shards) == 2
+    monkeypatch.setattr(full_check, "RECORDED", {})
+    assert full_check.main(["--shards", "2"]) == 0
+    assert shards[2:] == [["test_1.py"]]
+
+
+def test_tests_that_are_left_out_exist_and_need_their_record(tmp_path, monkeypatch):
     for name in full_check.RECORDED:
         path, test = name.split("::")
         assert f"def {test}(" in (ROOT / path).read_text(), name
@@ -147,18 +160,7 @@ def test_tests_that_are_left_out_exist_and_need_their_record(tmp_path, monkeypat
         assert full_check.is_good("leaf") == good
 
 
-def test_a_record_of_other_sources_is_not_a_pass(tmp_path, monkeypatch, capsys):
-    def run(files, output, workers):
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(re.sub(r"<(failure|error).*?</\1>", "", XML))
-        return ["isobit"]
-
-    monkeypatch.setattr(full_check, "ROOT", tmp_path)
-    monkeypatch.setattr(full_check, "run", run)
-    monkeypatch.setattr(full_check, "files_of", lambda at, shards: [f"test_{at}.py"])
-    monkeypatch.setattr(full_check, "digest", lambda *words: "this-code")
-    monkeypatch.setattr(full_check, "git", lambda *words: "1234567")
-    monkeypatch.setattr(full_check, "modified_sources", lambda: "")
+def test_a_record_of_other_sources_is_not_a_pass(shards, monkeypatch, capsys):
     monkeypatch.setattr(full_check, "is_good", lambda name: name != "bugs")
     assert full_check.main(["--shards", "1"]) == 1
     assert "not of these sources, or not good: bugs" in capsys.readouterr().out
