@@ -372,13 +372,13 @@ def save(name: str, record: dict) -> None:
 
 def read_text(printed: str) -> dict:
     """Separate the tables that Rich draws with box characters from the other printed lines."""
-    tables, lines = [], []
+    tables, lines, above = [], [], ""
     for line in printed.splitlines():
         if line.startswith("┃"):
             tables.append({"header": cells(line, "┃"), "rows": []})
         elif line.startswith("│"):
             found, rows = cells(line, "│"), tables[-1]["rows"]
-            if rows and not found[0]:  # the rest of a row that was too wide
+            if above.startswith("│") and goes_on(line, above):
                 rows[-1] = [
                     " ".join(filter(None, pair)) for pair in zip(rows[-1], found, strict=True)
                 ]
@@ -386,7 +386,26 @@ def read_text(printed: str) -> dict:
                 rows.append(found)
         elif not re.match(r"[┏┡└├┗┣]", line):
             lines.append(line.rstrip())
+        above = line
     return {"tables": tables, "lines": lines}
+
+
+def goes_on(line: str, above: str) -> bool:
+    """Return whether a line of a table is the rest of the row above, which was too wide.
+
+    So a row that leaves out its first cell, because it is that of the row above, is a row of its own. Rich wraps only
+    in a table that fills its console; consoles of benchmarks are 118 or a multiple of ten wide. Then the first cell is
+    empty, and in each column that has words, the first of them had no room above.
+    """
+    parts, words = line.strip("│").split("│"), cells(line, "│")
+    fills_console = len(line) == 118 or len(line) % 10 == 0
+    filled = [
+        (len(part) - 2, word, over)
+        for part, word, over in zip(parts, words, cells(above, "│"), strict=True)
+        if word
+    ]
+    no_room = (over and len(f"{over} {word.split()[0]}") > room for room, word, over in filled)
+    return fills_console and not words[0] and all(no_room)
 
 
 def cells(line: str, edge: str) -> list[str]:

@@ -16,6 +16,8 @@ from types import SimpleNamespace
 import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from rich.console import Console
+from rich.table import Table
 
 import isobit
 from benchmarks import records
@@ -369,3 +371,22 @@ def test_a_ratio_near_one_is_about_one_and_few_rounds_are_none():
     assert Ratio.mean([Ratio((2.0,) * 7), Ratio((0.5,) * 9)]).rounds == (1.0,) * 7
     with pytest.raises(ValueError, match="7 rounds"):
         Ratio.of([1.0] * 6, [1.0] * 6).cells()
+
+
+def printed_table(width, *rows):
+    """Return what Rich prints of a table with the words of rows, on a console of this width."""
+    table = Table("script", "fault", "found")
+    for row in rows:
+        table.add_row(*row)
+    console = Console(width=width, file=io.StringIO())
+    console.print(table)
+    return console.file.getvalue()
+
+
+def test_wide_rows_are_joined_and_rows_that_leave_out_their_first_cell_are_not():
+    rows = [["ddp", "", "nothing"], ["", "clips after the step", "clipped"], ["", "loss not", "x"]]
+    assert records.read_text(printed_table(160, *rows))["tables"][0]["rows"] == rows
+    wide = [["ddp", "clips after the step, and again later", "nothing"], ["fsdp2", "none", "x"]]
+    narrow = printed_table(40, *wide)
+    assert narrow.count("\n") > printed_table(160, *wide).count("\n")
+    assert records.read_text(narrow)["tables"][0]["rows"] == wide
