@@ -243,3 +243,28 @@ def test_hostile_names_are_escaped(tmp_path):
     sides = [str(write(tmp_path / f"{i}.jsonl", [x])) for i, x in enumerate((line, other))]
     assert main(["compare", "rollouts", *sides, "--html", str(page)]) == 1
     assert "<script>" not in page.read_text()
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.01, 0.03])
+@pytest.mark.parametrize("step", [1, -1])
+def test_a_shift_is_seen_through_the_noise_of_an_engine(noise, step):
+    make = torch.Generator().manual_seed(0)
+    values = -torch.rand(6, 40, generator=make).mul(5).exp().log1p()
+    noisy = values + noise * torch.randn(values.shape, generator=make)
+    tokens = torch.arange(240).reshape(6, 40).tolist()
+    engine = {"token_ids": tokens, "logprobs": list(noisy)}
+    found = compare(engine, {"token_ids": tokens, "logprobs": list(values.roll(step, 1))})
+    assert (found.cause, [one.kind for one in found.findings]) == ("semantics", ["shift"])
+    assert "shift" not in {
+        one.kind for one in compare(engine, {**engine, "logprobs": list(values)}).findings
+    }
+
+
+def test_values_that_agree_in_nothing_are_no_shift():
+    make = torch.Generator().manual_seed(0)
+    tokens = torch.arange(240).reshape(6, 40).tolist()
+    sides = [
+        {"token_ids": tokens, "logprobs": list(-5 * torch.rand(6, 40, generator=make))}
+        for _ in range(2)
+    ]
+    assert "shift" not in {one.kind for one in compare(*sides).findings}

@@ -243,12 +243,12 @@ def selected(aligned: Aligned) -> tuple[Tensor, Tensor]:
     return torch.cat(mine), torch.cat(theirs)
 
 
-def explains(changed: Tensor, target: Tensor, before: Tensor) -> bool:
+def explains(changed: Tensor, target: Tensor, before: Tensor, largest: float = LARGEST) -> bool:
     """Return whether `changed` is much nearer to the target; see [Note: what explains a difference]."""
     rest, was = (changed - target).abs(), before.abs()
     if len(rest) < LEAST_TOKENS or not bool(rest.isfinite().all()) or float(was.max()) < 1e-6:
         return False
-    near = float(rest.max()) <= SHARE * float(was.max()) and float(rest.max()) < LARGEST
+    near = float(rest.max()) <= SHARE * float(was.max()) and float(rest.max()) < largest
     return near and float(rest.mean()) <= SHARE * float(was.mean())
 
 
@@ -267,7 +267,7 @@ def find_shift(aligned: Aligned) -> Finding | None:
         if not pieces:
             continue
         mine, theirs, plain = (torch.cat(x) for x in zip(*pieces, strict=True))
-        if explains(mine, theirs, plain):
+        if explains(mine, theirs, plain, largest=torch.inf):
             side = "behind" if step == 1 else "ahead of"
             detail = f"the trainer's log-probabilities are one token {side} the rollout's"
             return Finding(
