@@ -6,6 +6,11 @@ isobit's trainer takes them from `isobit.logprobs`, and they are the rollout's, 
 Needs `pip install -c constraints.txt datasets trl`, 280 MB.
 """
 
+import copy
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -184,3 +189,54 @@ def test_a_model_that_is_not_enabled_is_refused(tmp_path):
 
     with pytest.raises(isobit.UnsupportedError, match=r"isobit\.enable"):
         trainer_of(GRPOTrainer, build_model(torch.float32), tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_micro_batches_do_not_matter(dtype, tmp_path):
+    from isobit.integrations.trl import GRPOTrainer
+
+    def train(kind, size, accumulation):
+        model = build_model(dtype)
+        options = {"per_device_train_batch_size": size, "learning_rate": 1e-3}
+        options |= {"gradient_accumulation_steps": accumulation}
+        if kind is GRPOTrainer:
+            isobit.enable(model)
+        trainer_of(kind, model, tmp_path, **options).train()
+        return bits.digest(model)
+
+    layouts = [(8, 1), (4, 2), (2, 4)]
+    assert len({train(GRPOTrainer, *layout) for layout in layouts}) == 1
+    assert len({train(trl.GRPOTrainer, *layout) for layout in layouts}) > 1
+
+
+def launch(size, accumulation):
+    """Return what each of two ranks printed."""
+    worker = Path(__file__).with_name("grpo_worker.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", str(worker), str(size), str(accumulation)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
+    return [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("digest")]
+
+
+def test_ranks_train_one_model():
+    runs = [launch(4, 1), launch(2, 2)]
+    for found in runs:
+        assert len(found) == 2
+        assert all(differ == "0" and int(compared) > 60 for _, differ, compared in found)
+    assert len({digest for found in runs for digest, *_ in found}) == 1
+
+
+def test_the_reference_model_of_beta_is_enabled(tmp_path):
+    from isobit.integrations.trl import GRPOTrainer
+
+    build_model(torch.bfloat16).save_pretrained(tmp_path / "model")
+    model = Qwen3ForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
+    reference = copy.deepcopy(model)
+    trainer = trainer_of(
+        GRPOTrainer, isobit.enable(model), tmp_path, beta=0.1, logging_steps=1, learning_rate=1e-3
+    )
+    trainer.train()
+    divergences = logged(trainer, "kl")
+    assert divergences[0] == 0.0 < divergences[1]
+    assert trainer.differ == 0 < trainer.compared
+    assert bits.digest(trainer.ref_model) == bits.digest(reference) != bits.digest(model)

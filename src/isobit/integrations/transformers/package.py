@@ -10,11 +10,10 @@ from typing import Any
 
 from isobit.errors import UnsupportedError
 
-FIRST, BEFORE = (
-    (5, 22),
-    (6,),
-)  # the versions whose modules were read; pyproject.toml has the same range
-RANGE = "transformers>=5.22,<6"
+# The versions whose modules were read; pyproject.toml has the same range. 5.23 has masks, heads of mixtures and layers
+# of linear attention that 5.22 has not.
+FIRST, BEFORE = (5, 22), (5, 23)
+RANGE = "transformers>=5.22,<5.23"
 REMEDY = f"pip install '{RANGE}'"
 
 

@@ -5,7 +5,8 @@ log-probabilities and entropies from isobit instead, of the policy that sampled:
 that top-k and top-p kept. `generate()` draws by (seed, request, position), so rollouts do not depend on the batch, and
 records the log-probability of each draw. With `rollouts=` vLLM draws the same, in a process of its own. While the
 weights are those that sampled, every log-probability that the trainer computes is compared with the rollout's, and the
-number that differ is logged as `isobit/rollout_logprobs_differ`.
+number that differ is logged as `isobit/rollout_logprobs_differ`. With `beta`, the reference model that TRL makes is
+enabled too. Gradients are summed over micro-batches and ranks as divided_steps.py says.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ import torch
 from torch import Tensor
 
 from isobit.bits import as_integers
+from isobit.integrations.transformers.enabling import enable
 from isobit.integrations.transformers.parts.lora import adapter_state
 from isobit.integrations.transformers.sampling import KeyedSampling
 from isobit.integrations.transformers.scoring import logprobs, logprobs_and_entropy
 from isobit.integrations.transformers.state import require_state
+from isobit.integrations.trl.divided_steps import DividedSteps
 from isobit.integrations.trl.refusals import (
     refuse_engines,
     refuse_images,
@@ -57,7 +60,7 @@ class RecordedSampling(KeyedSampling):
         return found
 
 
-class OrderedGRPO:
+class OrderedGRPO(DividedSteps):
     """Mix in before a GRPOTrainer of TRL: `class Mine(OrderedGRPO, trl.GRPOTrainer)`. See [Note: what is replaced].
 
     The model must be enabled (`isobit.enable`) before the trainer is created.
@@ -81,6 +84,7 @@ class OrderedGRPO:
     args: Any
     generation_config: Any
     model: Any
+    ref_model: Any
     state: Any
     _metrics: Any
 
@@ -94,6 +98,9 @@ class OrderedGRPO:
         super().__init__(*given, **named)
         require_state(self.accelerator.unwrap_model(self.model))
         refuse_policies(self.args)
+        self.divide_steps()
+        if self.ref_model is not None:
+            enable_reference(self.accelerator.unwrap_model(self.ref_model))
         self.rollouts = rollouts
         if rollouts is not None:
             refuse_engines(self.accelerator)
@@ -253,6 +260,12 @@ class OrderedGRPO:
         metrics = self._metrics["train" if self.model.training else "eval"]
         metrics["isobit/rollout_logprobs_compared"].append(float(compared))
         metrics["isobit/rollout_logprobs_differ"].append(float(differ))
+
+
+def enable_reference(model: Any) -> None:
+    """Enable the reference model that TRL made; TRL's forward, which it was given, is never called here."""
+    vars(model).pop("forward", None)
+    enable(model)
 
 
 @contextmanager
