@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,10 +34,16 @@ def add_parser(commands: Any) -> None:
         description="Read the files that torch's flight recorder wrote when a job hung, pickles or JSON, one per rank. "
         "Line up the calls of all ranks, and name the ranks that did not join, or the first call on which ranks "
         "disagree, with stacks. Lines of NCCL's watchdog and output of py-spy in the folder are repeated. No file is "
-        "executed: pickles may hold plain data only. Exit 0: no call is in progress; 1: a hang or a mismatch; 2: no "
-        "dump could be read.",
+        "executed: pickles may hold plain data only. Exit 0: the dumps of all ranks show no hang; 1: a hang or a "
+        "mismatch; 2: no dump could be read, or dumps that show no hang are not those of all ranks.",
     )
     parser.add_argument("folder", type=Path, help="a folder with the files of all ranks")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="how many ranks the job had, where dumps do not record it, as those of gloo",
+    )
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="write an HTML report that needs nothing else"
     )
@@ -47,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
     """Examine the folder and print what its dumps show."""
     from isobit.simulator.autopsy.examine import examine
 
-    found = examine(options.folder)
+    found = examine(options.folder, options.ranks)
     record = as_record(options, found)
     if options.html:
         page = write_autopsy_page(json.loads(to_json(record)), record["provenance"])
@@ -56,6 +63,8 @@ def run(options: argparse.Namespace) -> int:
         say_json(record)
     else:
         show(make_console(118, soft_wrap=True), found)
+    if found.not_judged:
+        return 2
     return 0 if found.finding is None else 1
 
 
@@ -76,12 +85,14 @@ def as_record(options: argparse.Namespace, found: Autopsy) -> dict[str, Any]:
             "stacks": {str(rank): list(lines) for rank, lines in error.stacks.items()},
             "note": error.note,
         },
+        "not_judged": found.not_judged,
         "calls_in_progress": [
             {
                 "call": place.call,
                 "ranks": list(place.ranks),
                 "missing": list(place.missing),
                 "calls_differ": place.differs,
+                "members_known": place.knows_members,
                 "states": {str(rank): state for rank, state in place.states.items()},
             }
             for place in found.places
@@ -98,6 +109,7 @@ def as_record(options: argparse.Namespace, found: Autopsy) -> dict[str, Any]:
             }
             for rank, dump in history.dumps.items()
         },
+        "ranks_known": history.knows_world,
         "without_dump": list(found.without_dump),
         "broken": {str(rank): reason for rank, reason in found.evidence.broken.items()},
         "skipped": found.evidence.skipped,
@@ -112,7 +124,8 @@ def show(console: Console, found: Autopsy) -> None:
     if found.places:
         table = Table("call in progress", "in it", "did not join")
         for place in found.places[:MOST_SHOWN]:
-            missing = name_ranks(place.missing) if place.missing else "nobody"
+            nobody = "nobody" if place.knows_members else "nobody with a dump; others not recorded"
+            missing = name_ranks(place.missing) if place.missing else nobody
             missing += "; the calls differ" if place.differs else ""
             table.add_row(one_line(place.call), name_ranks(place.ranks), missing)
         console.print(table)
@@ -122,6 +135,8 @@ def show(console: Console, found: Autopsy) -> None:
         if found.finding.note:
             console.print(f"  note: {one_line(found.finding.note)}", markup=False)
         show_culprits(console, found)
+    elif found.not_judged:
+        show_last(console, found, found.last)
     facts = found.evidence.facts
     for line in facts.lines()[:MOST_SHOWN]:
         console.print(f"  {line}")
@@ -145,19 +160,25 @@ def show_stacks(console: Console, stacks: Any) -> None:
 def show_culprits(console: Console, found: Autopsy) -> None:
     """Print what is known of the named ranks that are in no call: their last call, and py-spy's stack."""
     assert found.finding is not None
-    lasts: dict[Last, list[int]] = {}
-    for rank in found.finding.ranks:
-        if rank not in found.finding.stacks and rank in found.last:
-            lasts.setdefault(found.last[rank], []).append(rank)
-    for last, ranks in list(lasts.items())[:MOST_SHOWN]:
-        where = "".join(f" at {one_line(line)}" for line in last.stack[:1])
-        console.print(
-            f"  {name_ranks(ranks)}: last call {one_line(last.call)}, {last.state}{where}"
-        )
+    stuck = found.finding.stacks
+    show_last(console, found, [rank for rank in found.finding.ranks if rank not in stuck])
     stacks = found.evidence.facts.stacks
     for rank in [rank for rank in found.finding.ranks if rank in stacks][:MOST_SHOWN]:
         lines = " ← ".join(map(one_line, stacks[rank][:FRAMES]))
         console.print(f"  rank {rank}, py-spy: {lines}")
+
+
+def show_last(console: Console, found: Autopsy, ranks: Iterable[int]) -> None:
+    """Print the last call of these ranks, those of one call together."""
+    lasts: dict[Last, list[int]] = {}
+    for rank in ranks:
+        if rank in found.last:
+            lasts.setdefault(found.last[rank], []).append(rank)
+    for last, those in list(lasts.items())[:MOST_SHOWN]:
+        where = "".join(f" at {one_line(line)}" for line in last.stack[:1])
+        console.print(
+            f"  {name_ranks(those)}: last call {one_line(last.call)}, {last.state}{where}"
+        )
 
 
 def show_total(console: Console, found: Autopsy) -> None:
@@ -165,12 +186,17 @@ def show_total(console: Console, found: Autopsy) -> None:
     history = found.history
     calls = sum(len(dump.entries) for dump in history.dumps.values())
     dropped = [rank for rank, dump in history.dumps.items() if dump.dropped]
-    line = f"{len(history.dumps)} dumps of {len(history.world)} ranks, {calls} calls, "
+    known = "" if history.knows_world else " (how many the job had is not recorded)"
+    line = f"{len(history.dumps)} dumps of {len(history.world)} ranks{known}, {calls} calls, "
     line += f"{len(history.meetings)} collectives lined up"
     if dropped:
         line += f"; earlier calls of {name_ranks(dropped)} were dropped"
     if found.without_dump:
         line += f"; no dump of {name_ranks(found.without_dump)}"
     console.print(line)
-    if found.finding is None:
+    if found.not_judged:
+        console.print(
+            f"not judged: {found.not_judged}; in those that are here no call is in progress, and all calls agree"
+        )
+    elif found.finding is None:
         console.print("no call is in progress, and all calls agree: these dumps show no hang")

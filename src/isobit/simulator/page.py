@@ -77,7 +77,9 @@ def write_autopsy_page(record: Mapping[str, Any], origin: Provenance | None = No
     finding, dumps = record["finding"], record["dumps"]
     world = sorted({*map(int, dumps), *record["without_dump"]})
     calls = sum(dump["calls"] for dump in dumps.values())
+    unjudged = record.get("not_judged", "")
     verdict = "no call is in progress, and all calls agree" if finding is None else finding["kind"]
+    verdict = f"not judged: {unjudged}; in those that are here {verdict}" if unjudged else verdict
     verdict += f"; {len(dumps)} dumps of {len(world)} ranks, {calls} calls, {record['collectives']} collectives"
     body = "" if finding is None else f"<h2>Cause</h2>{write_cause(finding, world)}"
     places = record["calls_in_progress"]
@@ -99,7 +101,7 @@ def write_autopsy_page(record: Mapping[str, Any], origin: Provenance | None = No
     if others:
         body += "<h2>What else the folder has</h2>" + write_table(["from", "what"], others)
     return write_frame(
-        "Autopsy of a hang", "good" if finding is None else "bad", verdict, body, origin
+        "Autopsy of a hang", "bad" if finding or unjudged else "good", verdict, body, origin
     )
 
 
@@ -114,6 +116,8 @@ def write_place(place: Mapping[str, Any], world: list[int]) -> str:
     """Draw a call in progress: outlined are the ranks in it, filled those that did not join."""
     differs = "the calls of these ranks differ" if place["calls_differ"] else ""
     missing = "not joined by the ranks filled" if place["missing"] else "joined by every member"
+    if not place["missing"] and not place.get("members_known", True):
+        missing = "joined by every member that left a dump; others are not recorded"
     strip = write_ranks(world, place["missing"], place["ranks"])
     return write_card(
         place["call"], differs or missing, strip, not place["missing"] and not differs

@@ -55,3 +55,17 @@ def write(
         else:
             (folder / f"nccl_trace_rank_{rank}").write_bytes(pickle.dumps(raw, 2))
     return folder
+
+
+def grouped(ranks: int) -> dict:
+    """Return the record of a default group of this many ranks."""
+    return {"0": {"name": "0", "desc": "default_pg", "ranks": str(list(range(ranks)))}}
+
+
+GLOO = {"": {"name": "", "desc": "", "ranks": "[]"}}  # gloo does not record the members of a group
+
+
+def gloo(record: int, number: int, retired: bool, **fields: Any) -> dict:
+    """Return an all-reduce as gloo records it."""
+    name = {"profiling_name": "gloo:all_reduce", "retired": retired}
+    return call(record, "", number, "scheduled", **name, **fields)

@@ -7,10 +7,10 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from isobit.errors import DeadlockError, MismatchError, SimulationError
+from isobit.errors import ArgumentError, DeadlockError, MismatchError, SimulationError
 from isobit.foundation.majority import name_ranks
-from isobit.simulator.autopsy.dumps import Dump, Entry, Ranks
-from isobit.simulator.checkers.deadlock import deadlock
+from isobit.simulator.autopsy.dumps import DEFAULT_GROUP, MOST_RANKS, Dump, Entry, Ranks
+from isobit.simulator.checkers.deadlock import deadlock, without_followers
 from isobit.simulator.checkers.mismatch import (
     CallSites,
     describe_signature,
@@ -31,6 +31,18 @@ from isobit.simulator.collectives import Call, Group, Operation, Signature
 # and those in progress are paired in their order.
 
 GroupName = tuple[str, tuple[int, ...], int]  # name, members, how often the name was used before
+
+
+MOST_SENTENCES = 4  # calls that ranks wait in; a report has all in its table
+MOST_GUESSED = 1 << 12  # ranks that follow from the highest one; a file's name may end in anything
+
+
+class CalledGroup(Group):
+    """A group whose members were not recorded: `members` are the ranks whose dumps have a call of it."""
+
+    def describe(self) -> str:
+        """Return the group in words."""
+        return f"group {self.name!r} (members not recorded; called by {name_ranks(self.members)})"
 
 
 @dataclass(eq=False)
@@ -93,13 +105,16 @@ class History:
 
     Attributes:
         dumps: The dump of each rank that has one.
-        world: All ranks that any dump or file names.
+        world: All ranks of the job, as far as they are known.
+        knows_world: Whether they were recorded or stated; gloo does not record them.
         meetings: The collectives, by group and number.
         letters: The sends and receives in progress, by rank.
     """
 
-    def __init__(self, dumps: Mapping[int, Dump], others: Iterable[int] = ()) -> None:
-        """Line up the calls; `others` are ranks whose dump cannot be read."""
+    def __init__(
+        self, dumps: Mapping[int, Dump], others: Iterable[int] = (), size: int | None = None
+    ) -> None:
+        """Line up the calls; `others` are ranks whose dump cannot be read, `size` is how many the job had."""
         self.dumps = dict(sorted(dumps.items()))
         # By name, what dumps record of its members. Most dumps share one object, which is looked at once.
         recorded: dict[str, dict[int, Ranks]] = {}
@@ -108,12 +123,22 @@ class History:
                 recorded.setdefault(group, {})[id(ranks)] = ranks
         self._recorded = {group: tuple(found.values()) for group, found in recorded.items()}
         named = (rank for found in self._recorded.values() for ranks in found for rank in ranks)
-        self.world = Ranks(sorted({*dumps, *others, *named}))
+        found = {*dumps, *named}
+        self.knows_world = size is not None or any(dump.world for dump in self.dumps.values())
+        if size is not None:
+            check_size(size, found)
+            found.update(range(size))
+        elif not self.knows_world:
+            found.update(others)
+            highest = max(self.dumps, default=0)
+            found.update(range(min(highest, MOST_GUESSED)))  # every rank below another one exists
+        self.world = Ranks(sorted(found))
         self.meetings: dict[tuple[GroupName, int], Meeting] = {}
         self.letters: dict[int, list[Letter]] = {rank: [] for rank in self.dumps}
         self._members: dict[tuple[str, int], tuple[int, ...]] = {}
         self._callers: dict[str, dict[int, None]] = {}
         self._called: dict[str, Ranks] = {}
+        self._guessed: set[tuple[str, int]] = set()  # whose members are known by their calls only
         self._ages: dict[int, dict[tuple[str, int], int]] = {}
         self._latest: dict[tuple[GroupName, int], int] = {}
         whole = not any(dump.dropped for dump in dumps.values())
@@ -143,15 +168,17 @@ class History:
         for members in (own, *self._recorded.get(name, ())):
             if members.has(rank):
                 return members
-        if entry.desc == "default_pg":  # gloo does not record the members of a group
+        if entry.desc == DEFAULT_GROUP:  # gloo does not record the members of a group
             return self.world
+        self._guessed.add((name, rank))
         if name not in self._called:
             self._called[name] = Ranks(self._callers[name])
         return self._called[name]
 
     def _add(self, rank: int, entry: Entry) -> None:
         name = self.group_of(rank, entry)
-        group = Group(name[0], name[2], name[1], entry.timeout * 1000)
+        kind = CalledGroup if (entry.group, rank) in self._guessed else Group
+        group = kind(name[0], name[2], name[1], entry.timeout * 1000)
         if entry.p2p:
             members = group.members
             if not entry.done and entry.kind in ("send", "recv"):
@@ -162,6 +189,12 @@ class History:
         meeting = self.meetings.setdefault((name, entry.number), Meeting(group, entry.number))
         meeting.calls.setdefault(rank, []).append(entry)
         self._latest[name, rank] = max(self._latest.get((name, rank), 0), entry.number)
+
+    def knows_members(self, group: Group) -> bool:
+        """Return whether all members of a group are known, and not only those that left a dump."""
+        if isinstance(group, CalledGroup):
+            return False
+        return self.knows_world or group.members != self.world
 
     def _find_missing(self, name: GroupName, number: int, meeting: Meeting) -> None:
         absent, unknown = [], []
@@ -190,6 +223,17 @@ class History:
                 if waiting:
                     other = waiting.popleft()
                     letter.other, other.other = other.entry, letter.entry
+
+
+def check_size(size: int, found: Iterable[int]) -> None:
+    """Raise ArgumentError if a job of this many ranks does not have the ranks that were found."""
+    highest = max(found, default=0)
+    if not highest < size <= MOST_RANKS:
+        raise ArgumentError(
+            expected=f"a number of ranks from {highest + 1}, as the dumps name rank {highest}, to {MOST_RANKS}",
+            received=str(size),
+            remedy="state how many ranks the job had, or leave it out",
+        )
 
 
 def without(members: Iterable[int], rank: int) -> tuple[int, ...]:
@@ -318,7 +362,86 @@ def find_deadlock(history: History, blocked: Mapping[int, Wait]) -> SimulationEr
         if isinstance(wait, Meeting) and not wait.absent:
             left |= {r: "without records of this group" for r in wait.unknown if r in history.dumps}
     stacks = {rank: stack_of(history, rank, wait) for rank, wait in waiting.items()}
-    return deadlock(waiting, left, stacks, {})
+    found = deadlock(waiting, left, stacks, {})
+    received = shortened(found, waiting, left)
+    remedy, ranks = [found.remedy], list(found.ranks)
+    unseen = {rank for those in found.waits.values() for rank in those} - history.dumps.keys()
+    if unseen:
+        # Ranks without a dump have no vote: they would outvote those that wait for them.
+        seen = {rank: words for rank, words in left.items() if rank in history.dumps}
+        voted = deadlock(waiting, seen, stacks, {})
+        ranks = list(voted.ranks)
+        if not set(ranks) <= set(voted.cycle):
+            ranks = without_followers(sorted(unseen.union(ranks)), found.waits)
+        remedy = advice([r for r in ranks if r not in unseen], [r for r in ranks if r in unseen])
+    for rank in [rank for rank in ranks if rank in blocked and rank not in waiting]:
+        inside = blocked[rank]
+        if unknown := unknown_members(history, inside):
+            received.append(f"rank {rank} in {inside.describe()}: {unknown}")
+            remedy.append(f"look at the other members of group {inside.group.name!r} too")
+    error = DeadlockError(
+        expected=found.expected,
+        received="; ".join(received),
+        remedy="; ".join(remedy),
+        ranks=ranks,
+        stacks=stacks,
+    )
+    error.waits, error.cycle = found.waits, found.cycle
+    return error
+
+
+def shortened(
+    found: DeadlockError, waiting: Mapping[int, Wait], left: Mapping[int, str]
+) -> list[str]:
+    """Return which rank waits for which; of many calls, as in a ring of messages, those with most ranks."""
+    places: dict[int, list[int]] = {}
+    for rank, wait in waiting.items():
+        places.setdefault(id(wait), []).append(rank)
+    if len(places) <= MOST_SENTENCES:
+        return [found.received]
+    shown = sorted(places.values(), key=len, reverse=True)[:MOST_SENTENCES]
+    named = {rank: waiting[rank] for rank in waiting if any(rank in ranks for ranks in shown)}
+    others = name_ranks(waiting.keys() - named.keys())
+    said = [
+        deadlock(named, left, {}, {}).received,
+        f"{others} in {len(places) - len(shown)} other calls that ranks have not joined",
+    ]
+    if len(found.cycle) > 1:
+        first = " → ".join(map(str, found.cycle[:MOST_SENTENCES]))
+        said.append(f"a cycle of {len(found.cycle)} ranks: {first} → …")
+    return said
+
+
+def advice(seen: Sequence[int], unseen: Sequence[int]) -> list[str]:
+    """Return what to do about the ranks at fault: those with a dump, and those without."""
+    found = []
+    if seen:
+        found.append(
+            f"check {name_ranks(seen)} for an extra or missing collective, a different call order or group, or a "
+            "missing send"
+        )
+    if len(unseen) == 1:
+        found.append(
+            f"collect the dump of {name_ranks(unseen)}, and see whether its process lives and where it is (py-spy dump)"
+        )
+    elif unseen:
+        found.append(
+            f"collect the dumps of {name_ranks(unseen)}, and see which of these processes live and where they are "
+            "(py-spy dump): not all of them need be at fault"
+        )
+    return found
+
+
+def unknown_members(history: History, wait: Wait) -> str:
+    """Return that other members of a call's group may not have joined; nothing if all members are known."""
+    if history.knows_members(wait.group):
+        return ""
+    if isinstance(wait.group, CalledGroup):
+        return "a member of this group that never called it may be missing"
+    return (
+        "how many ranks the job had is not recorded: if there were more than these "
+        f"{len(history.world)}, a rank without a dump did not join"
+    )
 
 
 def stack_of(history: History, rank: int, wait: Wait) -> list[str]:
@@ -333,12 +456,17 @@ def all_joined(history: History, blocked: Mapping[int, Wait]) -> DeadlockError:
     wait = blocked[first]
     ranks = [rank for rank, other in blocked.items() if other is wait]
     joined = name_ranks(wait.calls) if isinstance(wait, Meeting) else f"rank {first} and its peer"
+    unknown, before = unknown_members(history, wait), ""
+    if unknown and isinstance(wait.group, CalledGroup):
+        before = "see in the program which ranks are members of the group, and where they are; if all have joined, "
+    elif unknown:
+        before = "state how many ranks the job had (--ranks N), and collect the dumps of all; if all have joined, "
     return DeadlockError(
         expected="a call that every rank joined to complete",
         received=f"{joined} joined {wait.describe()}, with the same kind, sizes and dtype; {name_ranks(ranks)} did "
-        "not complete it",
-        remedy="compare what the recorder does not store, the root, the reduction and the tag, at these lines; if they "
-        "are equal, look at the network and the devices (NCCL_DEBUG=INFO)",
+        f"not complete it{f'; {unknown}' if unknown else ''}",
+        remedy=f"{before}compare what the recorder does not store, the root, the reduction and the tag, at these "
+        "lines; if they are equal, look at the network and the devices (NCCL_DEBUG=INFO)",
         ranks=sorted(ranks),
         stacks={rank: stack_of(history, rank, wait) for rank in ranks},
     )

@@ -15,6 +15,7 @@ from isobit.simulator.autopsy.closed_pickle import read_pickle
 MAJOR = "2"  # of the format; torch 2.4 and later write it
 STATES = ("scheduled", "started", "completed")
 MOST_RANKS = 1 << 20
+DEFAULT_GROUP = "default_pg"  # how torch describes the group of all ranks
 RANKS = re.compile(r"\[\s*(\d{1,7}(?:\s*,\s*\d{1,7})*)?\s*,?\s*\]")
 MESSAGE = re.compile(r"(?:send (?P<source>-?\d{1,7})->(?P<target>-?\d{1,7}))|"
                      r"(?:recv (?P<receiver>-?\d{1,7})<-(?P<sender>-?\d{1,7}))")  # fmt: skip
@@ -87,6 +88,7 @@ class Dump:
     Attributes:
         groups: By name, the world ranks of each process group; empty if they were not recorded.
         entries: The calls, in the order in which they were made.
+        world: The ranks of the default group; empty if they were not recorded.
         dropped: How many earlier calls the buffer no longer has.
     """
 
@@ -94,6 +96,7 @@ class Dump:
     version: str
     groups: dict[str, Ranks]
     entries: tuple[Entry, ...]
+    world: Ranks
 
     @property
     def dropped(self) -> int:
@@ -130,7 +133,10 @@ def read_dump(data: bytes, rank: int) -> Dump:
     records = typed(raw.get("entries", []), list, "entries")
     entries = [read_entry(typed(record, dict, "an entry")) for record in records]
     entries.sort(key=lambda entry: entry.record)
-    return Dump(rank, version, groups, tuple(entries))
+    default = {name for name, info in config.items() if info.get("desc") == DEFAULT_GROUP}
+    default |= {entry.group for entry in entries if entry.desc == DEFAULT_GROUP}
+    world = next((groups[name] for name in sorted(default) if groups.get(name)), Ranks())
+    return Dump(rank, version, groups, tuple(entries), world)
 
 
 def read_entry(raw: dict[str, Any]) -> Entry:

@@ -243,13 +243,19 @@ def rank_of(path: Path) -> int | None:
 
 @dataclass(frozen=True)
 class Place:
-    """A call in progress: who is in it, and who is not; `differs` if the ranks in it do not call the same."""
+    """A call in progress: who is in it, and who is not.
+
+    Attributes:
+        differs: Whether the ranks in it do not call the same.
+        knows_members: Whether all members of its group are known; if not, others may be missing too.
+    """
 
     call: str
     ranks: tuple[int, ...]
     missing: tuple[int, ...]
     states: dict[int, str] = field(default_factory=dict)
     differs: bool = False
+    knows_members: bool = True
 
 
 @dataclass(frozen=True)
@@ -281,21 +287,35 @@ class Autopsy:
 
     @property
     def without_dump(self) -> tuple[int, ...]:
-        """The ranks that a dump names, and that left none that can be read."""
+        """The ranks of the job, as far as they are known, that left none that can be read."""
         return tuple(rank for rank in self.history.world if rank not in self.history.dumps)
 
+    @property
+    def not_judged(self) -> str:
+        """Why dumps that show no hang do not show that there was none; empty if they do, or show a hang."""
+        if self.finding is not None:
+            return ""
+        if self.without_dump:
+            one = "the dump of" if len(self.without_dump) == 1 else "dumps of"
+            is_are = "is" if len(self.without_dump) == 1 else "are"
+            return f"{one} {name_ranks(self.without_dump)} {is_are} missing"
+        if not self.history.knows_world:
+            return "the dumps do not record how many ranks the job had; state it with --ranks N"
+        return ""
 
-def examine(folder: Path) -> Autopsy:
+
+def examine(folder: Path, ranks: int | None = None) -> Autopsy:
     """Read the dumps of a folder and find the cause of the hang.
 
     Args:
         folder: A folder with the files of torch's flight recorder, one per rank.
+        ranks: How many ranks the job had, for dumps that do not record it, such as those of gloo.
 
     Returns:
         The cause, the calls in progress and the last call of each rank.
 
     Raises:
-        ArgumentError: If the folder has no dump that can be read.
+        ArgumentError: If the folder has no dump that can be read, or one of a rank that `ranks` excludes.
 
     Example:
         >>> import tempfile
@@ -309,7 +329,7 @@ def examine(folder: Path) -> Autopsy:
         dumps of torch's flight recorder
     """
     evidence = collect(folder)
-    history = History(evidence.dumps, evidence.broken)
+    history = History(evidence.dumps, evidence.broken, ranks)
     return Autopsy(find_cause(history), find_places(history), find_last(history), history, evidence)
 
 
@@ -327,7 +347,10 @@ def find_places(history: History) -> tuple[Place, ...]:
         }
         states = {rank: entry.state for rank, entry in entries.items()}
         differs = isinstance(wait, Meeting) and disagreement(wait) is not None
-        found.append(Place(wait.describe(), tuple(those), tuple(wait.missing()), states, differs))
+        known = history.knows_members(wait.group)
+        found.append(
+            Place(wait.describe(), tuple(those), tuple(wait.missing()), states, differs, known)
+        )
     return tuple(found)
 
 
