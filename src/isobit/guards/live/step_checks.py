@@ -46,6 +46,7 @@ from isobit.guards.trial_run.hyperparameters import check_hyperparameters, expec
 POLICIES = ("log", "raise", "skip")
 MOST_FINDINGS = 1000  # that are kept; sinks receive all
 MOST_REPLAYS = 3
+ZERO_RATES = 20  # steps in a row whose rate is zero are reported
 ACTED_ON = ("loss", "grad.norm")  # curves whose divergence is an error; a reward may well rise
 ABOVE_LIMIT = 1.01  # a clipped gradient of 16 bits is rounded once per element
 
@@ -102,6 +103,7 @@ class StepChecks:
         self.alarmed = False  # in this step: it then reads all gradients
         self.total = 0.0  # the gradient norm of this step
         self.reported: set[str] = set()  # what is reported once
+        self.zero_rates = self.zero_since = 0  # how many rates of zero in a row, and the first step
         self.few: list[Tensor] = []  # parameters whose gradients are looked at in every step
 
     def report(self, rule: str, message: str, *, severity: str = "error", **where: Any) -> None:
@@ -159,10 +161,30 @@ class StepChecks:
         """Emit the learning rate of the first group, and of each later group that has another one."""
         if self.step % self.options.metrics_every:
             return
-        rates = [float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group]
+        groups = self.optimizer.param_groups
+        rates = [float(group["lr"]) for group in groups if group.get("lr") is not None]
+        self.check_rates(rates)
         for at, rate in enumerate(rates):
             if at == 0 or rate != rates[0]:
                 self.emitter.metric("lr" if at == 0 else f"lr.{at}", rate, step=self.step)
+
+    def check_rates(self, rates: list[float]) -> None:
+        """Report rates that stay at zero, which a warm-up and the end of a schedule have in single steps only."""
+        if not rates or any(rates):
+            self.zero_rates = 0
+            return
+        self.zero_rates += 1
+        if self.zero_rates == 1:
+            self.zero_since = self.step
+        if self.zero_rates >= ZERO_RATES and "rate-zero" not in self.reported:
+            self.reported.add("rate-zero")
+            self.report(
+                "rate-zero",
+                f"the learning rate of every group of {type(self.optimizer).__name__} is 0 in steps "
+                f"{self.zero_since} to {self.step}: they move nothing. Look at the schedule, and at how often it "
+                "is stepped",
+                severity="warning",
+            )
 
     def origin(self) -> tuple[str, str]:
         """Return the block where the run left its course, and a clause that says so; both may be empty."""

@@ -397,8 +397,10 @@ class Watch(StepChecks):
         if self.steps + 1 == self.options.patience:
             self.check_flow([name for name, _ in pairs])
         if not self.wrong and self.measures_update():
-            rates = {id(p): g.get("lr", 1) for g in optimizer.param_groups for p in g["params"]}
-            moves = [(name, p, bool(rates[id(p)] > 0)) for name, p in pairs]
+            rates = {id(p): g.get("lr") for g in optimizer.param_groups for p in g["params"]}
+            # Where a group has None, the optimizer computes a rate itself, as Adafactor does.
+            still = {key for key, rate in rates.items() if rate is not None and not rate > 0}
+            moves = [(name, p, id(p) not in still) for name, p in pairs]
             self.sample = UpdateSample(moves, self.next_sample, NOISE * self.total)
             self.next_sample = self.sample.end
 
