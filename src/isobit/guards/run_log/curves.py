@@ -77,6 +77,7 @@ HELD = 1 << 14  # points of a curve in memory
 STEPS_KEPT = 10_000  # steps of one finding, and places where steps go back
 REPORTED_KEPT = 10_000  # steps of the findings of `watch`, of all rules together
 Point = tuple[int, float]
+NO_POINT = (LARGEST_STEP, math.nan)  # after the last
 
 
 class Curve(Sequence[Point]):
@@ -225,9 +226,31 @@ class RunLog:
         return {name: finite_points(curve) for name, curve in self.curves.items()}
 
     @cached_property
+    def shown_loss(self) -> Curve:
+        """The losses that are finite, without a zero that stands for one that was not.
+
+        Such a zero is 0.0 at a step whose norm is not finite, or in a log where few losses are exactly 0.
+        """
+        finite = self.finite["loss"]
+        zeros = losses = 0
+        for _, value in last_of_steps(self.curves["loss"]):
+            losses, zeros = losses + 1, zeros + (value == 0.0)
+        if not zeros:
+            return finite
+        norms = last_of_steps(self.curves.get("grad_norm", ()))
+        kept, (at, norm) = Curve(), next(norms, NO_POINT)
+        for step, value in finite:
+            while at < step:
+                at, norm = next(norms, NO_POINT)
+            is_beside = at == step and not math.isfinite(norm)
+            if value != 0.0 or not (zeros < losses / 2 or is_beside):
+                kept.append(step, value)
+        return kept
+
+    @cached_property
     def mean_loss(self) -> Curve:
-        """The exponential mean of the losses that are finite."""
-        return exponential_mean(self.finite["loss"])
+        """The exponential mean of the losses that are finite, hidden zeros left out."""
+        return exponential_mean(self.shown_loss)
 
     def digest(self) -> str:
         """Return a digest of everything that is judged."""
@@ -460,6 +483,17 @@ class Rows:
         return tuple(key for key, low in words if "grad" in low and "norm" in low)[:SHOWN]
 
 
+def last_of_steps(points: Iterable[Point]) -> Iterator[Point]:
+    """Yield the last of each step's points."""
+    before: Point | None = None
+    for point in points:
+        if before is not None and point[0] != before[0]:
+            yield before
+        before = point
+    if before is not None:
+        yield before
+
+
 def finite_points(curve: Curve) -> Curve:
     """Return the points whose value is finite: the curve itself, if all are."""
     if all(all(map(math.isfinite, values)) for _, values in curve.blocks()):
@@ -470,9 +504,18 @@ def finite_points(curve: Curve) -> Curve:
 def exponential_mean(points: Sequence[Point], window: int = MEAN_WINDOW) -> Curve:
     """Return the exponential mean over a window of steps; a log of every tenth step weighs a point ten times."""
     out = Curve()
-    mean, before = 0.0, points[0][0] - 1 if points else 0
+    mean = 0.0
+    for (step, value), rate in zip(points, rates_of(points, window), strict=True):
+        mean += rate * (value - mean)
+        out.append(step, mean)
+    return out
+
+
+def rates_of(points: Sequence[Point], window: int = MEAN_WINDOW) -> Iterator[float]:
+    """Yield the weight that each point has in the exponential mean when it is added; the first ones are averaged."""
+    before = points[0][0] - 1 if points else 0
     rates: dict[int, float] = {}  # by the steps between two points
-    for count, (step, value) in enumerate(points, 1):
+    for count, (step, _) in enumerate(points, 1):
         gap = step - before
         before = step
         rate = rates.get(gap)
@@ -481,9 +524,7 @@ def exponential_mean(points: Sequence[Point], window: int = MEAN_WINDOW) -> Curv
             if len(rates) < RATES_KEPT:
                 rates[gap] = rate
         least = 1 / count
-        mean += (rate if rate > least else least) * (value - mean)
-        out.append(step, mean)
-    return out
+        yield rate if rate > least else least
 
 
 def settled(curve: Curve, several: bool) -> tuple[Curve, tuple[tuple[int, int], ...], int]:

@@ -7,14 +7,35 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from heapq import merge
 from itertools import chain, islice, pairwise, takewhile
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from isobit.guards.live.drift import CUT, LIMIT, RECENT, SLACK, SPIKE, WINDOW, Drift, Reading
-from isobit.guards.run_log.curves import STEPS_KEPT, Curve, Point, RunLog, number_of
+from isobit.guards.live.drift import (
+    CUT,
+    LEARNING,
+    LIMIT,
+    RECENT,
+    SLACK,
+    SPIKE,
+    WINDOW,
+    Drift,
+    Reading,
+    median_and_deviation,
+)
+from isobit.guards.run_log.curves import (
+    STEPS_KEPT,
+    Curve,
+    Point,
+    RunLog,
+    last_of_steps,
+    number_of,
+    rates_of,
+)
 
 # What judging a log returns: limits, findings, the verdict; and what the rules share.
 
@@ -419,7 +440,158 @@ def upper_scores(seen: Floats, first: int, log: bool) -> Floats:
     return np.nan_to_num(out[:count], nan=np.inf, posinf=np.inf)
 
 
+# Compare each value of a curve with its neighbours: spikes that a descent hides, and the noise of a loss.
+#
+# [Note: spikes during a descent]
+# `Drift` compares a value with the 128 before it. In the first entries after a descent these have the
+# descent itself, and a spike is lost in its range. Where this is so, a value is compared with its
+# neighbours instead: with the median of the 16 before it and that of the 16 after it, whichever is
+# larger, so that neither a fall nor a change of level is a spike. The noise is measured by the 65 values
+# around it, each by its distance from the middle of its own two medians: a trend cancels there. A spike
+# is 8 robust standard deviations above, and also 6 times as far as the fourth of these distances, counted
+# from the largest, without those of the nearest 8 on either side, which may belong to the spike. The
+# latter is what keeps heavy tails silent. Curves of a steady level are left to `Drift`: a value is judged
+# only where `Drift` would need one that is half as high again.
+
+AROUND = 16  # values on either side
+SPREAD = 65  # values whose distances are the noise
+NEAR = 8.0  # robust standard deviations of a spike
+TAIL, RANK, OWN = 6.0, 4, 8  # times the fourth largest distance, without the nearest values
+HIDDEN = 1.5  # how much more than usual `Drift` needs
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Some values of a curve, and those around each of them.
+
+    Attributes:
+        start: The place of the first value in the curve.
+        judged: Places in `values` that have all of their neighbours, or the end of the curve.
+        values: The values.
+        before: The median of the values before each.
+        after: The median of the values after each.
+        noise: The robust standard deviation around each.
+    """
+
+    start: int
+    judged: range
+    values: Floats
+    before: Floats
+    after: Floats
+    noise: Floats
+
+    @property
+    def middle(self) -> Floats:
+        """What each value is expected to be."""
+        return self.before / 2 + self.after / 2
+
+
+def surroundings_of(values: Iterable[float], count: int, width: int) -> Iterator[Surroundings]:
+    """Yield the values of a curve with their surroundings; one block of them is kept.
+
+    Args:
+        values: Finite numbers.
+        count: How many there are, more than twice the width.
+        width: Values on either side of which the median is taken.
+    """
+    reading = iter(values)
+    margin = WINDOW + AROUND  # at least WINDOW, and SPREAD // 2 + width
+    kept, start, begin = np.zeros(0), 0, 0
+    is_last = False
+    while not is_last:
+        some = list(islice(reading, ROWS * TOGETHER))
+        is_last = start + len(kept) + len(some) >= count
+        kept = np.concatenate([kept, np.array(some, dtype=np.float64)])
+        stop = len(kept) if is_last else len(kept) - margin
+        if stop <= begin:
+            continue
+        with np.errstate(over="ignore", invalid="ignore"):  # what overflows is no finite noise
+            before, after = neighbours_of(kept, width)
+            noise = noise_of(np.abs(kept - before / 2 - after / 2))
+        yield Surroundings(start, range(begin, stop), kept, before, after, noise)
+        cut = max(stop - margin, 0)
+        kept, start, begin = kept[cut:], start + cut, stop - cut
+
+
+def neighbours_of(values: Floats, width: int) -> tuple[Floats, Floats]:
+    """Return the median of the `width` values before each and of those after it; at an end both are the same."""
+    count = len(values)
+    windows = np.lib.stride_tricks.sliding_window_view(values, width)
+    middles = np.empty(len(windows))
+    for at in range(0, len(windows), ROWS):
+        rows = np.sort(windows[at : at + ROWS], axis=1)
+        middles[at : at + ROWS] = rows[:, (width - 1) // 2] / 2 + rows[:, width // 2] / 2
+    places = np.arange(count)
+    before = middles[np.clip(places - width, 0, count - width)]
+    after = middles[np.clip(places + 1, 0, count - width)]
+    return (
+        np.where(places < width, after, before),
+        np.where(places > count - 1 - width, before, after),
+    )
+
+
+def noise_of(distances: Floats) -> Floats:
+    """Return the robust standard deviation around each value, from the distances of the values around it."""
+    count = len(distances)
+    span = min(SPREAD, count)
+    windows = np.lib.stride_tricks.sliding_window_view(distances, span)
+    spreads = np.empty(len(windows))
+    for at in range(0, len(windows), ROWS):
+        spreads[at : at + ROWS] = np.partition(windows[at : at + ROWS], span // 2)[:, span // 2]
+    places = np.clip(np.arange(count) - span // 2, 0, count - span)
+    return 1.4826 * spreads[places]
+
+
+def hidden_spikes(values: Iterable[float], count: int) -> Iterator[tuple[int, Reading]]:
+    """Yield place and reading of every spike that a descent hides from `Drift`; see the note above.
+
+    Args:
+        values: Finite numbers.
+        count: How many there are.
+    """
+    if count <= SPREAD:
+        return
+    quiet = 0  # the place before which a value belongs to the last spike
+    for some in surroundings_of(values, count, AROUND):
+        with np.errstate(over="ignore", invalid="ignore"):
+            noise = np.maximum(some.noise, 1e-3 * np.abs(some.middle) + 1e-12)
+            base = np.maximum(some.before, some.after)
+            above = some.values - base
+            places = np.flatnonzero(above > NEAR * noise).tolist()
+        for at in places:
+            place = some.start + at
+            if at not in some.judged or place < max(LEARNING, quiet):
+                continue
+            limit = drift_limit(some.values[max(at - WINDOW, 0) : at].tolist())
+            height, noise_there = float(above[at]), float(noise[at])
+            is_hidden = some.values[at] <= limit
+            is_hidden = is_hidden and limit - base[at] > HIDDEN * SPIKE * noise_there
+            if is_hidden and height > TAIL * large_distance(some, at):
+                quiet = place + AROUND
+                yield place, Reading("spike", "warning", height / noise_there, math.nan)
+
+
+def drift_limit(window: list[float]) -> float:
+    """Return the value from which `Drift` calls the next one a spike."""
+    middle, spread = median_and_deviation(sorted(window))
+    return middle + SPIKE * max(1.4826 * spread, 1e-3 * abs(middle) + 1e-12)
+
+
+def large_distance(some: Surroundings, at: int) -> float:
+    """Return the fourth largest distance of the values around one, without the nearest."""
+    first = min(max(at - SPREAD // 2, 0), len(some.values) - SPREAD)
+    others = [*range(first, max(at - OWN, first)), *range(at + OWN + 1, first + SPREAD)]
+    middles = some.before[others] / 2 + some.after[others] / 2
+    return float(np.sort(np.abs(some.values[others] - middles))[-RANK])
+
+
 RISE, SPAN = 0.05, 500  # the most that it may rise, over so many steps
+ERRORS = 5.0  # standard errors of a rise, below which it may be noise; see `rising_loss`
+CLIPPED, CLOSE = (
+    3.0,
+    4,
+)  # robust standard deviations to which a value counts, and neighbours on either side
+RISE_WINDOWS = (100, 500)  # steps of the mean; the latter tells a lasting rise from more noise
 FLAT, FLAT_SPAN = 0.001, 2000  # a mean that falls by less than this share over so many steps
 
 GAPS_KEPT = 10_000  # intervals between steps that are counted
@@ -466,17 +638,6 @@ def nonfinite(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
             )
 
 
-def last_of_steps(points: Iterable[Point]) -> Iterator[Point]:
-    """Yield the last of each step's points."""
-    before: Point | None = None
-    for point in points:
-        if before is not None and point[0] != before[0]:
-            yield before
-        before = point
-    if before is not None:
-        yield before
-
-
 def hidden_nonfinite(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
     """Find losses that stand in for one that was not finite: beside a norm that is not, or exactly 0."""
     beside, zeros, losses, norms = Seen(), Seen(), 0, 0
@@ -515,35 +676,98 @@ def hidden_nonfinite(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
 
 
 def rising_loss(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
-    """Check FALSIFY-ALBOR-001: after warm-up the exponential mean of the loss rises by at most 5 % over 500 steps."""
+    """Check FALSIFY-ALBOR-001: after warm-up the exponential mean of the loss rises by at most 5 % over 500 steps.
+
+    The mean of a log of every tenth step has about 10 entries, and one of the many means that are compared is far off
+    by chance. A rise counts if it is also more than 5 standard errors of the two means: noise that is independent from
+    entry to entry passes that in fewer than one of a million comparisons. A value that is far from its neighbours is a
+    spike; it counts up to 3 standard deviations. A rise that lasts, but is lost in the noise of 100 steps, may be found
+    in the mean over 500.
+    """
     means = log.mean_loss
     if not means or means[-1][0] - means[0][0] < limits.warmup + SPAN:
         span = means[-1][0] - means[0][0] if means else 0
         raise NotJudged(f"the log spans {span} steps, of {limits.warmup} + {SPAN} that are needed")
     if not math.isfinite(means[-1][1]):
         raise NotJudged("the mean of the losses overflows")
-    start, first, worst = means[0][0] + limits.warmup, None, 0.0
-    behind = pairwise(
-        chain(means, [(math.inf, 0.0)])
-    )  # the point of SPAN steps before, and its next
-    (_, before), (following, _) = next(behind)
-    for step, mean in means:
-        if step - SPAN < start:
-            continue
-        while following <= step - SPAN:
-            (_, before), (following, _) = next(behind)
-        rise = (mean - before) / abs(before) if before else 0.0
-        if rise > RISE:
-            first, worst = step if first is None else first, max(worst, rise)
-    if first is not None:
-        yield LogFinding(
-            "rising-loss",
-            "error",
-            first,
-            f"the exponential mean of the loss is more than {RISE:.0%} above that of {SPAN} steps before, by up to "
-            f"{worst:.1%} (FALSIFY-ALBOR-001)",
-            claim="loss-falls",
+    if len(means) <= 2 * CLOSE:
+        raise NotJudged(
+            f"{len(means)} losses, of more than {2 * CLOSE} that tell a rise from noise"
         )
+    start = means[0][0] + limits.warmup
+    if not any(rise_of(mean, old) > RISE for (_, mean), (_, old) in earlier(means, means, start)):
+        return
+    for window in RISE_WINDOWS:
+        first, worst, margin = significant_rise(log.shown_loss, window, start)
+        if first is not None:
+            noise = f", {margin:.1f} standard errors" if margin < math.inf else ""
+            yield LogFinding(
+                "rising-loss",
+                "error",
+                first,
+                f"the exponential mean of the loss over {window} steps is more than {RISE:.0%} above that of {SPAN} "
+                f"steps before, by up to {worst:.1%}{noise} (FALSIFY-ALBOR-001)",
+                claim="loss-falls",
+            )
+            return
+
+
+def significant_rise(points: Curve, window: int, start: int) -> tuple[int | None, float, float]:
+    """Return the first step at which a mean has risen too much, the largest such rise, and its standard errors."""
+    first, worst, margin = None, 0.0, 0.0
+    means, variances = means_with_errors(points, window)
+    pairs = zip(earlier(means, means, start), earlier(variances, variances, start), strict=True)
+    for ((step, mean), (_, old)), ((_, now), (_, then)) in pairs:
+        rise, error = rise_of(mean, old), math.sqrt(now + then)
+        if rise > RISE and mean - old > ERRORS * error:
+            first = step if first is None else first
+            if rise > worst:
+                worst, margin = rise, (mean - old) / error if error else math.inf
+    return first, worst, margin
+
+
+def rise_of(mean: float, before: float) -> float:
+    """Return the rise of a mean as a share of the one before; 0 if that is 0."""
+    return (mean - before) / abs(before) if before else 0.0
+
+
+def earlier(
+    points: Iterable[Point], again: Iterable[Point], start: int
+) -> Iterator[tuple[Point, Point]]:
+    """Yield each point with the last one of at least SPAN steps before, from `start` on.
+
+    Args:
+        points: Points whose steps rise.
+        again: The same points.
+        start: The first step that another is compared with.
+    """
+    behind = pairwise(chain(again, [(math.inf, 0.0)]))
+    before, (following, _) = next(behind)
+    for point in points:
+        if point[0] - SPAN < start:
+            continue
+        while following <= point[0] - SPAN:
+            before, (following, _) = next(behind)
+        yield point, (int(before[0]), before[1])
+
+
+def means_with_errors(points: Curve, window: int) -> tuple[Curve, Curve]:
+    """Return the exponential mean of values that are clipped at the noise around them, and the mean's variance."""
+    means, variances = Curve(), Curve()
+    mean = variance = 0.0
+    steps = zip(points, rates_of(points, window), strict=True)
+    for some in surroundings_of((value for _, value in points), len(points), CLOSE):
+        with np.errstate(over="ignore", invalid="ignore"):
+            low, high = (some.middle + sign * CLIPPED * some.noise for sign in (-1, 1))
+            judged = slice(some.judged.start, some.judged.stop)
+            calm = np.clip(some.values, low, high)[judged].tolist()
+        for value, noise in zip(calm, some.noise[judged].tolist(), strict=True):
+            (step, _), rate = next(steps)
+            mean += rate * (value - mean)
+            variance = (1 - rate) * (1 - rate) * variance + rate * noise * rate * noise
+            means.append(step, mean)
+            variances.append(step, variance)
+    return means, variances
 
 
 def norm_limit(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
@@ -592,7 +816,10 @@ def spikes(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
         if name == "loss" and len(points) <= 64:
             raise NotJudged(f"{len(points)} losses, of more than 64 that are needed")
         found: dict[str, Alarms] = {}
-        for at, reading in alarms_of((value for _, value in points), log=name == "grad_norm"):
+        seen = alarms_of((value for _, value in points), log=name == "grad_norm")
+        # Norms have spikes of their own while they fall, and falling by a half is little in a logarithm.
+        hidden = hidden_spikes((value for _, value in points), len(points) * (name == "loss"))
+        for at, reading in merge(seen, hidden, key=itemgetter(0)):
             step, value = points[at]
             alarms = found.setdefault(reading.status, Alarms(step, value, reading))
             alarms.count += 1
@@ -606,6 +833,8 @@ def spikes(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
                 f"the median of the last {RECENT} entries is {reading.score:.6g}"
                 if status == "divergence"
                 else f"score {reading.score:.1f} against the last 128 entries"
+                if not math.isnan(reading.mean)
+                else f"score {reading.score:.1f} against {AROUND} entries on either side; the last 128 have a descent"
             )
             yield LogFinding(
                 f"{status}-{name}",
