@@ -263,3 +263,14 @@ def test_the_command_in_other_ways(folder):
     assert command(folder, "--declare", "declare.yaml").returncode == 2
     (folder / "train.yaml").write_text("- a\n")
     assert command(folder, "--config", "train.yaml").returncode == 2
+
+
+def test_an_optimizer_that_chooses_its_own_rate_is_judged():
+    from transformers import Adafactor
+
+    def adafactor():
+        torch.manual_seed(0)
+        model = net()
+        loop(model, Adafactor(model.parameters(), relative_step=True, scale_parameter=False))
+
+    assert preflight(adafactor).is_clean

@@ -82,7 +82,9 @@ def values_in(group: Mapping[str, Any]) -> dict[str, float]:
     found |= {name: group.get(name) for name in ("eps", "weight_decay", "momentum")}
     if isinstance(group.get("betas"), tuple | list):
         found |= {"beta1": group["betas"][0], "beta2": group["betas"][1]}
-    return {name: float(value) for name, value in found.items() if value is not None}
+    # Adafactor has a pair of eps, and chooses its own rate.
+    numbers = {name: value for name, value in found.items() if not isinstance(value, tuple | list)}
+    return {name: float(value) for name, value in numbers.items() if value is not None}
 
 
 def is_near(value: float | None, wanted: float) -> bool:

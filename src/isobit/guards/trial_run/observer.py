@@ -32,7 +32,7 @@ from isobit.guards.trial_run.hyperparameters import Optimizers, Schedules
 from isobit.guards.trial_run.loaders import Loaders
 from isobit.guards.trial_run.losses import LossCalls
 from isobit.guards.trial_run.saved_files import SavedFiles, can_digest, readable_tensors
-from isobit.guards.trial_run.step_order import StepOrder
+from isobit.guards.trial_run.step_order import StepOrder, rate_of
 from isobit.guards.trial_run.training_mode import EvalCall
 
 LARGEST = 2**24  # elements of a tensor whose digest is taken
@@ -308,7 +308,7 @@ class Observer:
         self.has_closures |= any(callable(each) for each in (*args, *kwargs.values()))
         self.order.before_step(optimizer)
         if self.is_first(optimizer):
-            self.rates.append(float(optimizer.param_groups[0].get("lr", 0)))
+            self.rates.append(rate_of(optimizer.param_groups[0]))
         losses, self.losses.roots = self.losses.roots, []
         if id(optimizer) in self.watches:
             self.give_losses(self.watches[id(optimizer)], losses)

@@ -28,6 +28,12 @@ from isobit.guards.trial_run.report import Found, NotJudged
 CLIPPING = ("clip_grad_norm_", "clip_grad_value_")
 
 
+def rate_of(group: dict[str, Any]) -> float:
+    """Return the learning rate of a group; NaN if it has none, as Adafactor's, which chooses its own."""
+    rate = group.get("lr")
+    return math.nan if rate is None else float(rate)
+
+
 class StepOrder:
     """Steps and clippings of a program, in their order, recorded while `recording` is open.
 
@@ -101,7 +107,7 @@ class StepOrder:
         self.inside.append(optimizer)
         if is_wrapped:
             return  # one step of an optimizer that calls another
-        rates = [float(group.get("lr", math.nan)) for group in optimizer.param_groups]
+        rates = [rate_of(group) for group in optimizer.param_groups]
         self.rates.setdefault(optimizer, []).append(max(rates, default=math.nan))
         for parameter in parameters_of(optimizer):
             if self.was_read(parameter):
