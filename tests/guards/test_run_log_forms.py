@@ -3,11 +3,13 @@
 1. TensorBoard's event files and MLflow's folders and databases: the curves of the run, to the last bit that they keep.
 2. A resume, a killed run, NaN as a word: handled and stated; planted faults are found in every form.
 3. What is damaged, empty or ambiguous is refused with a remedy, and never read in part.
-4. The real packages (`./check --full`): what they write is what is read here.
+4. What a run printed: dictionaries of a Trainer, lines of nanoGPT and Megatron.
+5. The real packages (`./check --full`): what they write is what is read here.
 """
 
 import json
 import math
+import re
 import sqlite3
 import struct
 
@@ -271,7 +273,79 @@ def test_a_deleted_run_is_not_found(tmp_path):
         read_log(tmp_path / "mlruns")
 
 
-# ---- 4. the packages -----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("cut", [100, 2000, -1, -2, -4, -30])
+@pytest.mark.parametrize("indent", [None, 2])
+def test_a_trainer_state_that_is_cut_is_said_to_be(cut, indent, tmp_path, capsys):
+    text = json.dumps({"best_metric": None, "log_history": healthy(100)}, indent=indent)
+    path = tmp_path / "trainer_state.json"
+    path.write_text(text[:cut])
+    assert main(["runlog", str(path)]) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert "truncated: the JSON ends within a value" in told
+    assert "checkpoint-…/trainer_state.json" in told
+    path.write_text(text.replace(":", ";", 1))
+    assert main(["runlog", str(path)]) == 2
+    assert "is no JSON" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_log_that_does_not_exist(tmp_path, capsys):
+    assert main(["runlog", str(tmp_path / "none")]) == 2
+    assert "remedy" in capsys.readouterr().err
+
+
+# ---- 4. printed text -----------------------------------------------------------------------------------------
+
+PRINTED = {
+    "a Trainer": lambda r: f"{{'loss': {r['loss']}, 'grad_norm': {r['grad_norm']}, 'epoch': 0.1}}",
+    "a Trainer with words": lambda r: (
+        f" 5%|█ | 1/9 [00:1]\r{{'loss': '{r['loss']}', 'grad_norm': '{r['grad_norm']}'}}"
+    ),
+    "nanoGPT": lambda r: f"iter {r['step']}: loss {r['loss']}, grad norm {r['grad_norm']}, mfu 3%",
+    "Megatron": lambda r: (
+        f" [2026-11-20] iteration  {r['step']}/ 500 | lm loss: {r['loss']:.17E} | "
+        f"grad norm: {r['grad_norm']} | number of skipped iterations: 0 |"
+    ),
+}
+
+
+@pytest.mark.parametrize("form", PRINTED)
+def test_printed_text_is_read(form, tmp_path, capsys):
+    rows = healthy(200)
+    rows[150]["loss"] = math.nan
+    head = "Loading checkpoint shards: 100%\nstep 0: train loss 4.1, val loss 4.2\n"
+    lines = [f"{PRINTED[form](row)}\nsaving, step by step\n" for row in rows]
+    path = tmp_path / "stdout.log"
+    path.write_text(head + "".join(lines))
+    log = read_log(path)
+    assert (log.form, log.numbered) == ("text", "Trainer" not in form)
+    assert repr(list(log.curves["loss"])) == repr([(row["step"], row["loss"]) for row in rows])
+    assert log.curves["grad_norm"] == tuple((row["step"], row["grad_norm"]) for row in rows)
+    verdict = judge_log(log)
+    assert [(one.rule, one.step) for one in verdict.findings] == [("nonfinite", 150)]
+    assert "before clipping" in verdict.not_judged["norm-limit"]
+    lines[150] = re.sub("(?i)nan", "tensor(nan)", lines[150])
+    path.write_text(head + "".join(lines))
+    found = judge_log(read_log(path)).findings
+    assert [one.rule for one in found if one.rule != "missing-steps"] == ["unreadable"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{'loss': }\n",
+        "{'" * 5000,
+        "{'loss': " + "-" * 20_000,
+        "iter 1: " + "loss " * 1900,
+        "{'loss'",
+    ],
+)
+def test_hostile_text_is_refused(text, tmp_path):
+    (tmp_path / "log").write_text(f"started\n{text}")
+    with pytest.raises(ArgumentError, match="a log with a loss"):
+        read_log(tmp_path / "log")
+
+
+# ---- 5. the packages -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.full

@@ -180,7 +180,7 @@ class RunLog:
 
     Attributes:
         path: The file or folder.
-        form: "jsonl", "csv", "events", "trainer_state", "tensorboard" or "mlflow".
+        form: "jsonl", "csv", "events", "trainer_state", "text", "tensorboard" or "mlflow".
         curves: Points (step, value) in the order of the log, by "loss", "grad_norm" and "lr"; steps rise. Of steps
             that were logged again after a resume, the later entries.
         rows: Entries that were read.
@@ -425,6 +425,11 @@ class Rows:
         self.unreadable += 1
         self.skipped += 1
 
+    @property
+    def has_loss(self) -> bool:
+        """Whether an entry has a loss."""
+        return any(name in self.points for name in self.names["loss"])
+
     def as_log(self, path: Path, form: str, **more: Any) -> RunLog:
         """Return the log.
 
@@ -452,9 +457,10 @@ class Rows:
         if "loss" not in found:
             raise ArgumentError(
                 expected=f"a log with a loss, called one of {', '.join(self.names['loss']) or 'none'}",
-                received=f"{path}: {self.rows} entries, and none has one; other columns: {shown}",
-                remedy="name its column, as --columns loss=NAME; or a JSONL or CSV file of a run, transformers' "
-                "trainer_state.json, a folder of TensorBoard's event files, or a run of MLflow",
+                received=f"{path}: {self.rows} entries, and none has one; other columns: {shown}"
+                + ("; the last entry is truncated" if self.cut else ""),
+                remedy="pass the run's JSON lines or CSV, transformers' trainer_state.json, a folder of TensorBoard's "
+                "event files, or a run of MLflow; if another column is the loss, --columns loss=NAME",
             )
         form = "events" if self.has_events else form
         settled_ones = {curve: settled(points, form == "events") for curve, points in found.items()}

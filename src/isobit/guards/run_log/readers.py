@@ -10,6 +10,7 @@ import io
 import json
 import math
 import os
+import re
 import sqlite3
 import struct
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from typing import Any, BinaryIO
 
 from isobit.errors import ArgumentError
 from isobit.foundation.files import open_regular, read_bytes
+from isobit.foundation.plain_text import one_line
 from isobit.guards.run_log.curves import Rows, RunLog, number_of
 
 # Read TensorBoard's event files: scalars by step, without the package.
@@ -328,7 +330,7 @@ LARGEST = 2**28  # bytes of a file that is read whole
 
 
 def read_log(path: Path, run: str = "", columns: Mapping[str, str] | None = None) -> RunLog:
-    """Read one log: JSON lines, CSV, trainer_state.json, events of `watch` or of TensorBoard, a run of MLflow.
+    """Read one log: JSON lines, CSV, trainer_state.json, printed text, events of `watch` or TensorBoard, an MLflow run.
 
     Args:
         path: A file, a folder of TensorBoard's event files, a folder or database of MLflow.
@@ -340,10 +342,16 @@ def read_log(path: Path, run: str = "", columns: Mapping[str, str] | None = None
         Its curves.
 
     Raises:
-        ArgumentError: If it has no loss, or several runs and none is named.
+        ArgumentError: If it has no loss, several runs and none is named, or is a trainer_state.json that is cut.
         OSError: If it cannot be read, or is one JSON value, as trainer_state.json, of more than 256 MiB.
     """
     rows = Rows(columns or {})
+    if not path.exists():
+        raise ArgumentError(
+            expected="the log of a run",
+            received=f"{path}, which does not exist",
+            remedy="name a file or folder that the run wrote, such as out/checkpoint-100/trainer_state.json",
+        )
     if path.is_dir():
         if events := event_files(path):
             return read_events(path, events, rows)
@@ -354,8 +362,15 @@ def read_log(path: Path, run: str = "", columns: Mapping[str, str] | None = None
             return read_database(path, run, rows)
         if is_event_file(start):
             return read_events(path, [path], rows)
-        form, max_steps = add_entries(path, file, rows)
-    return rows.as_log(path, form, max_steps=max_steps)
+        try:
+            form, max_steps = add_entries(path, file, rows)
+            return rows.as_log(path, form, max_steps=max_steps)
+        except ArgumentError:
+            printed = Rows(columns or {})
+            add_text(file, printed)
+            if not printed.has_loss:
+                raise
+    return printed.as_log(path, "text")
 
 
 def lines_in(file: BinaryIO, newline: str) -> Generator[str | None]:
@@ -390,9 +405,12 @@ def add_entries(path: Path, file: BinaryIO, rows: Rows) -> tuple[str, int | None
         raise OSError(
             f"{path} has no entry in its first line, and is larger than {LARGEST:,} bytes"
         )
+    text = data.decode("utf-8-sig", "replace")
     try:
-        whole = json.loads(data.decode("utf-8-sig", "replace"))
-    except (ValueError, RecursionError):
+        whole = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        if '"log_history"' in text or path.name == "trainer_state.json":
+            raise broken_state(path, text, error) from None
         add_lines(file, rows)
         return "jsonl", None
     form, entries, max_steps = "jsonl", whole if isinstance(whole, list) else [whole], None
@@ -404,6 +422,21 @@ def add_entries(path: Path, file: BinaryIO, rows: Rows) -> tuple[str, int | None
     for entry in entries:
         rows.add(entry)
     return form, max_steps
+
+
+def broken_state(path: Path, text: str, error: Exception) -> ArgumentError:
+    """Return the error for a trainer_state.json that is no JSON: cut at its end, or damaged before it."""
+    size, why = len(text.rstrip()), str(error)
+    if isinstance(error, json.JSONDecodeError):
+        is_cut = error.pos > size - 16 or error.msg.startswith("Unterminated")
+        why = (
+            f"truncated: the JSON ends within a value, after {size:,} characters" if is_cut else why
+        )
+    return ArgumentError(
+        expected="a trainer_state.json that is whole",
+        received=f"{path}, which is {why if why.startswith('truncated') else f'no JSON: {one_line(why)}'}",
+        remedy="copy it again, or name that of an earlier checkpoint: checkpoint-…/trainer_state.json",
+    )
 
 
 def is_json(text: str) -> bool:
@@ -462,3 +495,36 @@ def add_csv(file: BinaryIO, rows: Rows) -> None:
     if is_short:
         file.seek(-1, os.SEEK_END)
         rows.add_unreadable(is_cut=file.read(1) != b"\n")
+
+
+# Read what a run printed: the dictionaries of transformers' Trainer, and lines such as `iter 100: loss 2.3, time 12ms`.
+# Lines of another form are passed over. Nothing is executed.
+
+LONGEST = 10_000  # characters of a line that is read
+PRINTED = re.compile(r"\{'[^{}]*\}")
+ITEM = re.compile(r"'([^']{1,100})'\s*:\s*'?([^,'}]*)")
+STEP = re.compile(r"\b(?:iter|iteration|step)\s*:?\s*(\d{1,15})(?:\s*/\s*\d+)?\s*[:|,]", re.I)
+
+
+def add_text(file: BinaryIO, rows: Rows) -> None:
+    """Add the entries of printed text. A dictionary of the Trainer has no step, so that entries are counted."""
+    for line in lines_in(file, ""):
+        if line is None or len(line) > LONGEST:
+            continue
+        if found := PRINTED.search(line):
+            entry = {name: value.strip() for name, value in ITEM.findall(found[0])}
+        elif found := STEP.search(line):
+            entry = dict(pair_of(part) for part in re.split("[,|]", line[found.end() :]))
+            entry = {"step": found[1], **entry}
+        else:
+            continue
+        if any(name in rows.curve_of for name in entry):
+            rows.add(entry)
+
+
+def pair_of(text: str) -> tuple[str, str]:
+    """Return name and value of `name: value`, `name=value` or `name value`."""
+    name, sign, value = text.partition(":" if ":" in text else "=")
+    if not sign:
+        name, _, value = text.strip().rpartition(" ")
+    return name.strip().lower(), value.strip()

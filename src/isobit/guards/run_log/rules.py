@@ -49,7 +49,8 @@ class Limits:
     Attributes:
         warmup: Steps that are not judged for a rising loss.
         max_norm: The limit of the gradient norm after clipping.
-        norms: "clipped", "unclipped", or "auto": unclipped in a trainer_state.json, as transformers logs them.
+        norms: "clipped", "unclipped", or "auto": unclipped in a trainer_state.json or printed text, as transformers
+            logs them.
         config: The configuration, for the schedule of the learning rate; None is what the log itself has.
     """
 
@@ -780,7 +781,8 @@ def norm_limit(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
         )
     if not norms:
         raise NotJudged("the log has no gradient norm")
-    if limits.norms == "unclipped" or (limits.norms == "auto" and log.form == "trainer_state"):
+    is_unknown = limits.norms == "auto" and log.form in ("trainer_state", "text")
+    if limits.norms == "unclipped" or is_unknown:
         raise NotJudged("the norms were logged before clipping (--norms clipped if they were not)")
     above, largest = Seen(), 0.0
     for step, norm in norms:
