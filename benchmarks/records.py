@@ -38,8 +38,8 @@ SOURCES = (*PACKAGE, "benchmarks", "examples")
 # These read what commands print and show it; a record has its command.
 NOT_DECIDING = {f"benchmarks/{name}.py" for name in ("__init__", "__main__", "records", "pages")}
 DIGESTS = ("curves", "weights", "gradients", "optimizers")
-# It checks the version of transformers, and computes nothing.
-NO_FIGURES = "src/isobit/integrations/transformers/package.py"
+# They check what is installed and passed, and raise; they compute nothing.
+NO_FIGURES = {f"src/isobit/integrations/transformers/{name}.py" for name in ("package", "refusals")}
 SHORT = {"float32": "fp32", "bfloat16": "bf16"}
 NOT_SOURCES = ("src/isobit/library/evidence.json", "src/isobit/certifying/running/sass.json")
 GATE = "isobit gate training --dtype fp32 bf16"
@@ -249,7 +249,7 @@ def package_files(commit: str, modules: list[str] | None) -> tuple[str, ...]:
     data = [file for file in files if not file.endswith(".py") and decides(file, modules, files)]
     places = ["src/" + module.replace(".", "/") for module in modules]
     loaded = {f"{place}{end}" for place in places for end in (".py", "/__init__.py")} & set(files)
-    return (*PACKAGE[1:], *data, *sorted(loaded - {NO_FIGURES}))
+    return (*PACKAGE[1:], *data, *sorted(loaded - NO_FIGURES))
 
 
 def decides(data: str, modules: list[str], files: list[str]) -> bool:

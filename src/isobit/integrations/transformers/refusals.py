@@ -209,10 +209,16 @@ def refuse_wrapper(model: Any) -> None:
         refuse(
             expected,
             f"a compiled model, {shown}",
-            "enable the model first, then call torch.compile(model)",
+            "enable the model first, then call torch.compile(model); isobit.logprobs takes the model that is not "
+            "compiled",
         )
     if isinstance(getattr(model, "module", None), nn.Module):
-        refuse(expected, f"a wrapper, {shown}", "pass the model itself, wrapper.module")
+        refuse(
+            expected,
+            f"a wrapper, {shown}",
+            "pass the model itself, wrapper.module; train it over ranks inside isobit.parallel.Gradients, as DDP "
+            "exchanges no gradient of a call that is not its own",
+        )
     stock = library().PreTrainedModel
     held = [name for name, child in model.named_children() if isinstance(child, stock)]
     if held and not isinstance(model, stock):  # a LightningModule, or a module of one's own
