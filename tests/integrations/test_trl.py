@@ -60,7 +60,7 @@ def build_model(dtype):
     return Qwen3ForCausalLM(config).to(dtype)
 
 
-def trainer_of(kind, model, folder, rollouts=None, **options):
+def trainer_of(kind, model, folder, rollouts=None, config=None, **options):
     from datasets import Dataset
 
     more = {} if rollouts is None else {"rollouts": rollouts}
@@ -82,7 +82,7 @@ def trainer_of(kind, model, folder, rollouts=None, **options):
     return kind(
         model=model,
         reward_funcs=lambda completions, **_: [float(len(set(c.split()))) for c in completions],
-        args=trl.GRPOConfig(str(folder), **(asked | options)),
+        args=(config or trl.GRPOConfig)(str(folder), **(asked | options)),
         train_dataset=Dataset.from_dict({"prompt": prompts}),
         processing_class=build_tokenizer(),
         **more,
@@ -240,3 +240,22 @@ def test_the_reference_model_of_beta_is_enabled(tmp_path):
     assert divergences[0] == 0.0 < divergences[1]
     assert trainer.differ == 0 < trainer.compared
     assert bits.digest(trainer.ref_model) == bits.digest(reference) != bits.digest(model)
+
+
+def test_rloo_takes_the_same_scores(tmp_path):
+    from isobit.integrations.trl import OrderedGRPO
+
+    class Mine(OrderedGRPO, trl.RLOOTrainer):
+        pass
+
+    build_model(torch.bfloat16).save_pretrained(tmp_path / "model")
+    found = set()
+    for size, accumulation in ((8, 1), (4, 2)):
+        model = Qwen3ForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
+        options = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulation}
+        options |= {"beta": 0.05, "learning_rate": 1e-3, "config": trl.RLOOConfig}
+        trainer = trainer_of(Mine, isobit.enable(model), tmp_path, **options)
+        trainer.train()
+        assert trainer.differ == 0 < trainer.compared
+        found.add(bits.digest(model))
+    assert len(found) == 1

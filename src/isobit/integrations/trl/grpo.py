@@ -99,7 +99,7 @@ class OrderedGRPO(DividedSteps):
         require_state(self.accelerator.unwrap_model(self.model))
         refuse_policies(self.args)
         self.divide_steps()
-        if self.ref_model is not None:
+        if getattr(self, "ref_model", None) is not None:
             enable_reference(self.accelerator.unwrap_model(self.ref_model))
         self.rollouts = rollouts
         if rollouts is not None:
