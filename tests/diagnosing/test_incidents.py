@@ -307,3 +307,135 @@ def test_samples_of_a_right_run_are_silent(tmp_path):
         modules = {line["module"] for line in lines if line["name"] == name and line["step"] == 20}
         assert modules == {"embedding", *(f"blocks.{at}" for at in range(4)), "head"}
     assert diagnosed(tmp_path).evidence == ()
+
+
+# ---- what has no step: hangs and errors of Python ----------------------------------------------------------------
+
+
+def test_a_hang_is_listed_after_a_nan_that_may_have_stopped_a_rank(tmp_path, capsys):
+    train(tmp_path, {"step": nan_in_a_block})
+    hang(tmp_path, True)
+    found = diagnosed(tmp_path)
+    assert found.cause.rule == "nonfinite-gradient"
+    assert found.whys[0].rule == "hang"
+    assert "may follow from nonfinite-gradient" in found.whys[0].message
+    assert "the order is not known" in found.whys[0].message
+    assert found.whys[0].place == "rank 1"
+    stale_read(tmp_path, True)
+    assert diagnosed(tmp_path).cause.rule == "unordered-copy"
+
+
+def test_a_hang_is_the_cause_of_time_that_is_lost(tmp_path):
+    hang(tmp_path, True)
+    slow_loader(tmp_path, True)
+    rows = [{"step": step, "loss": 2.0 + step % 3 + 90 * (step == 300)} for step in range(400)]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = diagnosed(tmp_path)
+    assert found.cause.rule == "hang"
+    assert "order" not in found.cause.message
+    assert {"spike-loss", "data-loader"} <= {one.rule for one in found.evidence}
+
+
+OUT_OF_MEMORY = """loading
+[rank2]: Traceback (most recent call last):
+[rank2]:   File "train.py", line 9, in main
+[rank2]:     loss.backward()
+[rank2]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.
+[rank0]: Traceback (most recent call last):
+[rank0]: torch.distributed.DistBackendError: NCCL communicator was aborted on rank 0
+"""
+
+
+@pytest.mark.parametrize("name", ["stderr.log", "stderr", "out.txt", "job.err", "job.out"])
+def test_an_error_of_python_is_found(name, tmp_path, capsys):
+    (tmp_path / name).write_text(OUT_OF_MEMORY)
+    assert main(["diagnose", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert "read 1 text with an error" in said
+    found = diagnosed(tmp_path)
+    assert (found.cause.rule, found.cause.place) == ("traceback", "rank 2")
+    assert found.cause.message.startswith("torch.OutOfMemoryError: CUDA out of memory.")
+    assert [one.place for one in found.evidence] == ["rank 2", "rank 0"]
+    assert (found.granularity, found.extent) == ("rank", "local")
+    hang(tmp_path, True)
+    found = diagnosed(tmp_path)
+    assert [one.rule for one in found.evidence] == ["traceback", "hang", "traceback"]
+
+
+def test_texts_are_read_in_part_and_are_plain(tmp_path, monkeypatch, capsys):
+    from isobit.diagnosing import diagnosis
+
+    text = "started\n" * 10
+    path = tmp_path / "stderr.log"
+    path.write_text(text)
+    assert main(["diagnose", str(tmp_path)]) == 2
+    assert "nothing could be judged" in capsys.readouterr().out
+    hostile = "ValueError: \x1b[31mred\x07 \u202e" + "x" * 10_000
+    path.write_text(text + f"{hostile}\n" + "ValueError: more\n" * 100)
+    assert main(["diagnose", str(tmp_path)]) == 1
+    assert not set("\x1b\x07\u202e") & set(capsys.readouterr().out)
+    messages = [one.message for one in diagnosed(tmp_path).evidence]
+    assert len(messages) == 2
+    assert messages[0].startswith("ValueError: red xxx")
+    assert max(map(len, messages)) <= 300
+    monkeypatch.setattr(diagnosis, "END_OF_TEXT", 40)
+    path.write_text(
+        "x\n" * 1000 + "ValueError: in the middle\n" + "x\n" * 1000 + "KeyError: last\n"
+    )
+    assert [one.message for one in diagnosed(tmp_path).evidence] == ["KeyError: last"]
+    path.write_text("Traceback (most recent call last):\n  File")
+    assert [one.rule for one in diagnosed(tmp_path).evidence] == ["traceback"]
+
+
+def test_printed_losses_are_judged(tmp_path):
+    lines = [f"{{'loss': {'nan' if at == 70 else 2.0}, 'epoch': 0.1}}\n" for at in range(100)]
+    (tmp_path / "stdout.log").write_text("".join(lines))
+    assert [(one.rule, one.step) for one in diagnosed(tmp_path).evidence] == [("nonfinite", 70)]
+
+
+# ---- configurations, commands and words --------------------------------------------------------------------------
+
+
+def test_a_log_is_held_against_the_configuration_of_its_folder(tmp_path, capsys):
+    rows = [{"step": step, "loss": 2.0, "lr": 8e-4} for step in range(50)]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["diagnose", str(tmp_path)]) == 0
+    assert "no configuration of the run has one" in capsys.readouterr().out
+    config = {"learning_rate": 1e-4, "lr_scheduler_type": "constant"}
+    (tmp_path / "train_config.json").write_text(json.dumps(config))
+    found = diagnosed(tmp_path)
+    assert found.cause.rule == "schedule"
+    assert "8 times the configured ones" in found.cause.message
+    assert found.cause.tool.endswith("train_config.json")
+    assert found.not_judged == {}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"learning_rate": 8e-4}))
+    assert main(["diagnose", str(tmp_path)]) == 0
+    assert "2 configurations of the run have one (config.json, train_config.json)" in (
+        capsys.readouterr().out
+    )
+
+
+def test_the_next_command_works_on_events_without_a_loss(tmp_path, capsys):
+    lines = [
+        {"kind": "metric", "name": "grad.norm", "value": 1.0, "step": 0},
+        {"kind": "finding", "name": "block-scale", "severity": "error", "step": 3, "message": "m"},
+    ]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = diagnosed(tmp_path)
+    assert "only the findings of watch" in found.unreadable[str(tmp_path / "events.jsonl")]
+    assert main(found.next.split()[1:]) == 1
+
+
+def test_long_messages_end_with_a_word():
+    from isobit.diagnosing.diagnosis import shortened
+
+    text = shortened("words of seven " * 40)
+    assert text.endswith((" words …", " of …", " seven …"))
+    assert 280 < len(text) <= 300
+    assert shortened("x" * 400) == "x" * 298 + " …"
+    assert shortened("a\nb") == "a b"
+
+
+def test_the_remedy_for_a_hang_has_the_name_that_torch_reads(tmp_path, capsys):
+    assert main(["diagnose", str(tmp_path)]) == 2
+    assert "TORCH_FR_BUFFER_SIZE" in capsys.readouterr().err

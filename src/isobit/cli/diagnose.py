@@ -6,10 +6,25 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from isobit.guards.trial_run.report import many
+
 if TYPE_CHECKING:
     from isobit.diagnosing.diagnosis import Diagnosis
 
 MOST_SHOWN = 8
+ONE = {
+    "logs": "log",
+    "events of watch": "file of events of watch",
+    "texts": "text with an error",
+    "traces": "set of traces",
+    "folders of dumps": "folder of dumps",
+    "configurations": "configuration",
+}
+SEVERAL = {
+    "events of watch": "files of events of watch",
+    "texts": "texts with an error",
+    "traces": "sets of traces",
+}
 
 
 def add_parser(commands: Any) -> None:
@@ -17,10 +32,11 @@ def add_parser(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "diagnose",
         description="Look into the folder of a run for traces of torch.profiler, logs, events of isobit.guards.watch, "
-        "dumps of torch's flight recorder and a configuration; gather what profile, runlog, autopsy and preflight find "
-        "in them; and say which finding the others follow from: in a transfer, a kernel, a block, a rank or the "
-        "training loop; local or global; static (a check before the run finds it) or dynamic. Exit 0: nothing found; "
-        "1: a cause was found; 2: nothing was found, and something, or everything, could not be read.",
+        "dumps of torch's flight recorder, a configuration and what the run printed; gather what profile, runlog, "
+        "autopsy and preflight find in them, and errors of Python; and say which finding the others follow from: in a "
+        "transfer, a kernel, a block, a rank or the training loop; local or global; static (a check before the run "
+        "finds it) or dynamic. Exit 0: nothing found; 1: a cause was found; 2: nothing was found, and something, or "
+        "everything, could not be read.",
         epilog="example: isobit diagnose out/run-17",
     )
     parser.add_argument("folder", type=Path, metavar="RUN", help="the folder of the run")
@@ -59,8 +75,12 @@ def run(options: argparse.Namespace) -> int:
 
 def lines_of(found: Diagnosis, checkpoints: tuple[Path, ...], skipped: int) -> list[str]:
     """Return the diagnosis as lines."""
-    read = ", ".join(f"{count} {kind}" for kind, count in found.judged.items()) or "nothing"
-    lines = [f"{found.folder}: read {read}; {skipped} other files"]
+    counts = (
+        f"{count} {ONE.get(kind, kind) if count == 1 else SEVERAL.get(kind, kind)}"
+        for kind, count in found.judged.items()
+    )
+    read = ", ".join(counts) or "nothing"
+    lines = [f"{found.folder}: read {read}; {many(skipped, 'other file')}"]
     if found.cause is None:
         lines.append("nothing found" if found.judged else "nothing could be judged")
     for number, one in enumerate(found.whys):
@@ -80,8 +100,10 @@ def lines_of(found: Diagnosis, checkpoints: tuple[Path, ...], skipped: int) -> l
             lines.append(f"{more} more kinds of findings; --json has all")
     for path, why in list(found.unreadable.items())[:MOST_SHOWN]:
         lines.append(f"not read: {path}: {why}")
+    for path, why in list(found.not_judged.items())[:MOST_SHOWN]:
+        lines.append(f"not judged: {path}: {why}")
     if checkpoints:
-        lines.append(
-            f"{len(checkpoints)} checkpoint files are not judged: isobit compare checkpoints A B"
-        )
+        files = many(len(checkpoints), "checkpoint file")
+        are = "is" if len(checkpoints) == 1 else "are"
+        lines.append(f"{files} {are} not judged: isobit compare checkpoints A B")
     return lines

@@ -15,7 +15,8 @@ DEEPEST, MOST_FILES = 4, 5_000
 HEAD = 1 << 16  # bytes of a file that tell what it is
 CONFIGURATIONS = (".yaml", ".yml", ".toml")
 WEIGHTS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".distcp")
-CONFIG_NAMES = ("config", "train", "args", "recipe")
+CONFIG_NAMES = ("config", "cfg", "train", "args", "recipe")
+TEXTS = (".log", ".txt", ".err", ".out")
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class RunFiles:
     logs: tuple[Path, ...] = ()
     dumps: tuple[Path, ...] = ()  # folders with dumps of torch's flight recorder
     configurations: tuple[Path, ...] = ()
+    texts: tuple[Path, ...] = ()  # what the run printed
     checkpoints: tuple[Path, ...] = ()
     skipped: int = 0
 
@@ -57,7 +59,7 @@ def look_into(folder: Path) -> RunFiles:
             expected="traces, logs, events of isobit.guards.watch, dumps of a hang or a configuration",
             received=f"{folder} with {skipped} other files",
             remedy="record the run: isobit.guards.watch(..., sinks=[sinks.JsonLines('events.jsonl')]), torch.profiler, "
-            "or TORCH_NCCL_TRACE_BUFFER_SIZE for a hang",
+            "or TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1 for a hang; or keep stderr in a file stderr.log",
         )
     dumps = sorted({path.parent for path in found.get("dump", ())})
     return RunFiles(
@@ -67,6 +69,7 @@ def look_into(folder: Path) -> RunFiles:
         logs=tuple(found.get("log", ())),
         dumps=tuple(dumps),
         configurations=tuple(found.get("configuration", ())),
+        texts=tuple(found.get("text", ())),
         checkpoints=tuple(found.get("checkpoint", ())),
         skipped=skipped,
     )
@@ -93,7 +96,7 @@ def files_of(folder: Path) -> Iterator[Path]:
 
 
 def kind_of(path: Path) -> str:
-    """Return trace, events, log, dump, configuration, checkpoint or nothing."""
+    """Return trace, events, log, dump, configuration, text, checkpoint or nothing."""
     name = path.name.lower()
     if name.endswith(WEIGHTS) and "trace" not in name and "dump" not in name:
         return "checkpoint"
@@ -110,9 +113,11 @@ def kind_of(path: Path) -> str:
         return "dump"
     if path.suffix == ".csv" or name == "trainer_state.json":
         return "log"
+    kind = ""
     if name.endswith((".jsonl", ".json", ".ndjson", ".log")):
-        return kind_of_lines(name, head)
-    return ""
+        kind = kind_of_lines(name, head)
+    is_text = name.endswith(TEXTS) or name.startswith(("stdout", "stderr"))
+    return kind or ("text" if is_text and b"\0" not in head else "")
 
 
 def kind_of_lines(name: str, head: bytes) -> str:
