@@ -905,8 +905,8 @@ def missing_steps(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
             "missing-steps",
             "warning",
             first[0],
-            f"no entry between steps {first[0]} and {first[1]}, where every {usual} is usual; {lost} entries "
-            f"are missing in {holes} places",
+            f"no entry between steps {first[0]} and {first[1]}, where every {usual} is usual; entries that are "
+            f"missing: {lost:,}; places: {holes:,}",
             "a crash between log and checkpoint; a filter of the logger; a file of several runs",
         )
 
@@ -916,12 +916,13 @@ def repeated_steps(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
     if not log.numbered:
         raise NotJudged("entries have no step")
     backs = log.resumed
+    places = "1 place" if log.resumes == 1 else f"{log.resumes:,} places"
     if backs:
         yield LogFinding(
             "repeated-steps",
             "warning",
             backs[0][1],
-            f"step {backs[0][1]} follows step {backs[0][0]}; steps go back in {log.resumes} places. Of entries "
+            f"step {backs[0][1]} follows step {backs[0][0]}; steps go back in {places}. Of entries "
             f"that were logged again the later ones are judged, and {log.replaced:,} earlier ones are not",
             "the run was resumed from an earlier checkpoint; several runs or ranks write one file",
         )
