@@ -78,6 +78,7 @@ RULES: dict[str, Rule] = {
     "not-zeroed": Rule("loop", "static", "C-TRAINSTABLE-001", CHECKS),
     "eval-mode": Rule("loop", "static", "", CHECKS),
     "hyperparameter": Rule("loop", "static", "C-HYPERPARAMS-001", CHECKS),
+    "rate-zero": Rule("loop", "static", "C-HYPERPARAMS-001", CHECKS),
     "state-not-zero": Rule("block", "static", "C-GPUINIT-001", CHECKS),
     "state-not-resumed": Rule("loop", "static", "C-GPUINIT-001", CHECKS),
     "state-nonfinite": Rule("block", "dynamic", "C-TRAINSTABLE-001"),
@@ -504,7 +505,14 @@ def of_traces(paths: tuple[Path, ...]) -> Iterator[Evidence]:
 
 def of_dumps(folder: Path) -> Iterator[Evidence]:
     """Yield what `isobit autopsy` finds in the dumps of a hang."""
-    error = examine(folder).finding
+    autopsy = examine(folder)
+    error = autopsy.finding
+    if autopsy.not_judged:
+        raise ArgumentError(
+            expected="dumps that show a hang, or those of all ranks",
+            received=autopsy.not_judged,
+            remedy="collect the dumps that are missing",
+        )
     if error is not None:
         message = f"{error.kind}: expected {error.expected}; received {error.received}"
         tool = f"isobit autopsy {shlex.quote(str(folder))}"

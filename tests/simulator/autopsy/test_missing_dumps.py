@@ -61,6 +61,8 @@ def test_a_folder_without_those_who_wait_is_not_judged(tmp_path, capsys):
     record = json.loads(capsys.readouterr().out)
     assert record["finding"] is None
     assert record["not_judged"] == "dumps of ranks 0, 1, 3–7 are missing"
+    assert main(["diagnose", str(folder)]) == 2
+    assert "received: dumps of ranks 0, 1, 3–7 are missing" in capsys.readouterr().out
 
 
 def test_files_of_other_programs_are_no_lost_dumps(tmp_path):
