@@ -33,12 +33,13 @@ def add_parser(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "runlog",
         description="Read the log of a run (JSON lines, CSV, transformers' trainer_state.json, events of "
-        "isobit.guards.watch or of TensorBoard, a run of MLflow, what a trainer printed) and report numbers that are not "
-        "finite, losses that hide such numbers, a loss whose exponential mean over 100 steps rises by more than 5 % "
-        "over 500 steps and by more than its noise (FALSIFY-ALBOR-001), gradient norms above the limit (FALSIFY-ALBOR-002), spikes, plateaus, missing steps, and "
-        "learning rates other than the configuration's. With --same, compare two logs step by step instead. No "
-        "tracker's package is needed. Exit 0: nothing found; 1: findings; 2: could not read, or could not judge what "
-        "was asked for: the norms with --max-norm, the rates with --config.",
+        "isobit.guards.watch or of TensorBoard, a run of MLflow, what a trainer printed) and report numbers that are "
+        "not finite, losses that hide such numbers, a loss whose exponential mean over 100 steps rises by more than "
+        "5 % over 500 steps and by more than its noise (FALSIFY-ALBOR-001), gradient norms above the limit "
+        "(FALSIFY-ALBOR-002), spikes, plateaus, missing steps, and learning rates other than the configuration's. With "
+        "--same, compare two logs step by step instead. No tracker's package is needed. Exit 0: nothing found; 1: "
+        "findings; 2: could not read, or could not judge what was asked for: the norms with --max-norm, the rates with "
+        "--config.",
         epilog="examples: isobit runlog out/trainer_state.json --html run.html; isobit runlog a.jsonl b.jsonl --same",
     )
     parser.add_argument(
